@@ -1,0 +1,67 @@
+# make demo     one request, end to end, on a local cluster (no GPU needed)
+# make test     the tests; those that need something absent skip themselves
+#
+# Both make their own environment in .venv first. On a CUDA machine `make venv TORCH=torch` takes
+# the newest torch that pyproject.toml allows in place of the pinned one.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= $(shell grep '^torch==' constraints.txt)
+
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PINS   := $(VENV)/pins.txt
+STUBS  := proto/generate.py
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow lint format proto clean
+
+help:
+	@echo "make demo       start a local cluster, stream a few chats through it, check the answers"
+	@echo "make test       run the tests"
+	@echo "make test-slow  run the tests marked slow"
+	@echo "make lint       ruff, mypy, and the committed gRPC stubs against proto/*.proto"
+	@echo "make format     let ruff rewrite what it can"
+	@echo "make proto      regenerate the gRPC stubs"
+	@echo "make clean      remove the environment and the caches"
+
+venv: $(STAMP)
+
+# torch goes first and alone, so that no other package's needs choose the build; afterwards its pin
+# is left out of the constraints, or TORCH could not differ from it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	  "Python 3.11 or newer is needed and $(PYTHON) is " + sys.version.split()[0] + \
+	  ": name another one with make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	grep -v '^torch==' constraints.txt > $(PINS)
+	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools
+	$(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[dev,bench]'
+	touch $@
+
+demo: venv
+	$(BIN)/deepinfer demo
+
+# pytest is called as a script: `python -m pytest` would put the repository root on sys.path.
+test: venv
+	$(BIN)/pytest -m 'not slow'
+
+test-slow: venv
+	$(BIN)/pytest -m slow
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python $(STUBS) --check
+
+format: venv
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+proto: venv
+	$(BIN)/python $(STUBS)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
