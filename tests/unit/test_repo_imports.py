@@ -53,6 +53,7 @@ def our_imports(tree: ast.AST, path: str, modules: frozenset[str]) -> Iterator[t
     """
     folder = path.rsplit("/", 1)[0].split("/")
     for node in ast.walk(tree):
+        bases: list[tuple[str, str | None]]
         if isinstance(node, ast.Import):
             bases = [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
