@@ -320,7 +320,8 @@ class AttachRefused(NamedTuple):
     """The run attached now; None when the gateway does not know the sequence."""
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tokens:
     """Generated tokens from position ``index`` on (0 is the first generated token)."""
 
     seq: Seq
@@ -430,7 +431,8 @@ class Accepted(NamedTuple):
     claim: int
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Delta:
     """Tokens of one choice from position ``index`` on, each exactly once in a client's life."""
 
     choice: int

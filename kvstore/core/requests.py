@@ -6,7 +6,7 @@ Field names are those of ``vllm.grpc.engine.SamplingParams`` (package ``smg-grpc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -115,8 +115,8 @@ class RequestRecord:
     priority: int = 0
     deadline_ms: int | None = None
     exact: bool = False
-    stop_token_ids: tuple[int, ...] = field(default=())
-    """End-of-sequence ids of the model (unless ``ignore_eos``) and the request's own, as one set."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence ids (unless ``ignore_eos``) and the request's own, sorted."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
