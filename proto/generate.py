@@ -18,8 +18,12 @@ from pathlib import Path
 PROTO_DIR = Path(__file__).resolve().parent
 IMPORT_ROOT = "deepinfer/proto"
 STUB_PATTERN = "*_pb2*.py*"
-# grpc's plugin writes no annotations; strict type checking has nothing to say about its output.
-UNTYPED_HEADER = "# mypy: ignore-errors\n"
+# What strict type checking has to overlook: grpc's plugin writes no annotations at all, protoc's
+# says ``Mapping`` without arguments where a message takes another one as a dict.
+MYPY_HEADERS = {
+    "_pb2_grpc.py": "# mypy: ignore-errors\n",
+    "_pb2.pyi": '# mypy: disable-error-code="type-arg"\n',
+}
 
 
 def compile_stubs(proto_dir: Path) -> dict[str, str]:
@@ -53,8 +57,8 @@ def compile_stubs(proto_dir: Path) -> dict[str, str]:
 
 
 def _finish(stub: Path) -> str:
-    text = stub.read_text(encoding="utf-8")
-    return UNTYPED_HEADER + text if stub.name.endswith("_pb2_grpc.py") else text
+    headers = (head for suffix, head in MYPY_HEADERS.items() if stub.name.endswith(suffix))
+    return next(headers, "") + stub.read_text(encoding="utf-8")
 
 
 def committed_stubs(proto_dir: Path) -> dict[str, str]:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="type-arg"
 from deepinfer.proto import ids_pb2 as _ids_pb2
 from deepinfer.proto import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
