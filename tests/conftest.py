@@ -17,6 +17,10 @@ from hypothesis import HealthCheck, settings
 REPO_ROOT = Path(__file__).resolve().parent.parent
 RAY_FOLDERS = frozenset({"integration", "chaos"})
 
+# No test talks to the outside: neither Ray's usage report nor a model hub.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Shared machines make single examples slow at random: no deadline. Failures print the blob that
 # replays them; CI draws the same examples each time.
 settings.register_profile(
