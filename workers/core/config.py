@@ -1,0 +1,80 @@
+"""What a worker is told once, at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class WorkerConfigError(ValueError):
+    """A worker setting that cannot work: names the field, its value and what is legal."""
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"worker.{name} = {value!r}: must be {allowed}")
+        self.name = name
+        self.value = value
+        self.allowed = allowed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """The pool's size, the batch's budgets and every deadline of a worker. Checked once."""
+
+    blocks_total: int
+    block_size: int
+    """Tokens in a block."""
+    block_bytes: int
+    """Key, value and scale bytes of one block across all layers."""
+    max_batch_tokens: int = 2048
+    """Tokens computed in one step, decodes and prefill chunks together."""
+    max_batch_seqs: int = 64
+    """Sequences in one step."""
+    prefill_chunk_tokens: int = 512
+    """Tokens of one sequence in one step."""
+    prefix_cache: bool = True
+    cache_salt: bytes = b""
+    """Model fingerprint and precision tag: blocks computed under another salt never match."""
+    report_interval_ms: int = 100
+    attach_timeout_ms: int = 1000
+    """An Attach unanswered for so long is sent again."""
+    unreachable_ms: int = 10_000
+    """A run without KV whose gateway has not answered for so long leaves."""
+    resend_ms: int = 1000
+    """Tokens unacknowledged for so long are sent again."""
+    put_timeout_ms: int = 30_000
+    commit_timeout_ms: int = 2000
+    resolve_timeout_ms: int = 2000
+    fetch_timeout_ms: int = 30_000
+    ended_max: int = 65_536
+    """Sequences whose last run here is remembered, so that a late order cannot bring it back."""
+
+    def __post_init__(self) -> None:
+        def check(name: str, legal: bool, allowed: str) -> None:
+            if not legal:
+                raise WorkerConfigError(name, getattr(self, name), allowed)
+
+        for name in (
+            "blocks_total",
+            "block_size",
+            "block_bytes",
+            "max_batch_seqs",
+            "prefill_chunk_tokens",
+            "report_interval_ms",
+            "attach_timeout_ms",
+            "unreachable_ms",
+            "resend_ms",
+            "put_timeout_ms",
+            "commit_timeout_ms",
+            "resolve_timeout_ms",
+            "fetch_timeout_ms",
+            "ended_max",
+        ):
+            check(name, getattr(self, name) >= 1, "1 or more")
+        check(
+            "max_batch_tokens",
+            self.max_batch_tokens >= self.max_batch_seqs,
+            f"at least max_batch_seqs ({self.max_batch_seqs}), so that a full batch can decode",
+        )
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold the KV of ``tokens`` tokens."""
+        return -(-tokens // self.block_size)

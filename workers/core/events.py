@@ -1,0 +1,242 @@
+"""What a worker's core hears and what it asks its shell to do.
+
+Orders come as ``messages.Order``; everything else that a core hears is here. A shell owes two
+answers whatever happens: one ``StepDone`` for each ``RunStep``, and one ``PutDone`` or
+``FetchDone`` for each copy **when the copy no longer touches the blocks**, aborted or not: until
+then the core keeps those blocks out of use.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from deepinfer.kvstore.core.ids import GatewayId, Run, Seq, StoreId, Ticket
+from deepinfer.kvstore.core.messages import (
+    Order,
+    ReportReply,
+    StoreStatus,
+    ToGateway,
+    ToWorker,
+    WorkerReport,
+)
+from deepinfer.kvstore.core.requests import RequestRecord, Token
+from deepinfer.kvstore.core.states import State
+
+# ---- events --------------------------------------------------------------------------------
+
+
+class FromGateway(NamedTuple):
+    gateway: GatewayId
+    message: ToWorker
+
+
+class GatewayUp(NamedTuple):
+    """The link to a gateway works (again): whatever was sent before may be lost."""
+
+    gateway: GatewayId
+
+
+class GatewayDown(NamedTuple):
+    """The link to a gateway broke: nothing sent from here on arrives, until ``GatewayUp``."""
+
+    gateway: GatewayId
+
+
+class StepOutput(NamedTuple):
+    """The token sampled for one chunk that had ``sample`` set."""
+
+    seq: Seq
+    run: Run
+    token: Token
+
+
+class StepDone(NamedTuple):
+    step: int
+    outputs: tuple[StepOutput, ...]
+
+
+class PutDone(NamedTuple):
+    """The copy out of the pool has ended. ``ok``: the store holds every byte and its hash fits."""
+
+    ticket: Ticket
+    ok: bool
+    payload_bytes: int
+    copy_us: int
+    detail: str = ""
+
+
+class CommitReply(NamedTuple):
+    ticket: Ticket
+    status: StoreStatus
+
+
+class ResolveReply(NamedTuple):
+    ticket: Ticket
+    status: StoreStatus
+
+
+class FetchDone(NamedTuple):
+    """The copy into the pool has ended. With OK the bytes copied were verified against the manifest.
+
+    ``token_ids`` are the manifest's: the tokens whose KV lies in the ``blocks`` first blocks.
+    """
+
+    ticket: Ticket
+    run: Run
+    status: StoreStatus
+    token_ids: tuple[int, ...]
+    blocks: int
+    copy_us: int
+    payload_bytes: int = 0
+    detail: str = ""
+
+
+class StoreGone(NamedTuple):
+    """The store's connection broke or it restarted: calls under way there get no answer."""
+
+    store: StoreId
+
+
+class ReportAnswered(NamedTuple):
+    reply: ReportReply
+
+
+class ReportsUp(NamedTuple):
+    """A new report stream is open: the next report is complete."""
+
+
+class StartDrain(NamedTuple):
+    """Take nobody new; the controller moves the residents away."""
+
+
+class Tick(NamedTuple):
+    """Time has passed; sent every 50 ms or so."""
+
+
+WorkerEvent = (
+    Order
+    | FromGateway
+    | GatewayUp
+    | GatewayDown
+    | StepDone
+    | PutDone
+    | CommitReply
+    | ResolveReply
+    | FetchDone
+    | StoreGone
+    | ReportAnswered
+    | ReportsUp
+    | StartDrain
+    | Tick
+)
+
+# ---- effects -------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """Tokens ``[start, start + len(token_ids))`` of one sequence, to be computed in one step."""
+
+    seq: Seq
+    run: Run
+    start: int
+    token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+    """Blocks for every token below ``start + len(token_ids)``, at least."""
+    sample: bool
+    """The chunk reaches the sequence's end: its last row's logits choose the next token."""
+    index: int
+    """Position of that next token among the generated ones (0 is the first)."""
+    record: RequestRecord
+    output_ids: tuple[int, ...]
+    """Tokens generated so far where ``sample`` is set and a penalty counts them; otherwise ()."""
+
+
+class StepPlan(NamedTuple):
+    """One forward pass. Steps are numbered from 1; one is in flight at a time."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+
+
+class SendToGateway(NamedTuple):
+    """Send, opening the link if there is none. What cannot be sent is dropped."""
+
+    gateway: GatewayId
+    message: ToGateway
+
+
+class RunStep(NamedTuple):
+    plan: StepPlan
+
+
+class PutPayload(NamedTuple):
+    """Copy the blocks to the store under the ticket and hash them; do not commit."""
+
+    ticket: Ticket
+    store: StoreId
+    seq: Seq
+    run: Run
+    block_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """Tokens with KV in those blocks, from the first on."""
+    state: State
+    """PREFILL or DECODE: where the sequence was."""
+
+
+class AbortPut(NamedTuple):
+    """The payload is not wanted: stop the copy, tell the store. ``PutDone`` still follows."""
+
+    ticket: Ticket
+    store: StoreId
+
+
+class Commit(NamedTuple):
+    ticket: Ticket
+    store: StoreId
+
+
+class Resolve(NamedTuple):
+    ticket: Ticket
+    store: StoreId
+
+
+class FetchPayload(NamedTuple):
+    """Copy the payload into the blocks and verify the bytes that were copied."""
+
+    ticket: Ticket
+    store: StoreId
+    seq: Seq
+    run: Run
+    block_ids: tuple[int, ...]
+
+
+class CancelFetch(NamedTuple):
+    """The payload is not wanted any more: stop early. ``FetchDone`` still follows."""
+
+    ticket: Ticket
+    run: Run
+
+
+class Report(NamedTuple):
+    report: WorkerReport
+
+
+class ForgetSeq(NamedTuple):
+    """The run has left: drop what the shell keeps for it."""
+
+    seq: Seq
+    run: Run
+
+
+WorkerEffect = (
+    SendToGateway
+    | RunStep
+    | PutPayload
+    | AbortPut
+    | Commit
+    | Resolve
+    | FetchPayload
+    | CancelFetch
+    | Report
+    | ForgetSeq
+)
