@@ -1,4 +1,6 @@
-"""No tracked file names a place on somebody's machine, and the pins can be installed anywhere."""
+"""No tracked file names a place on somebody's machine or leaves work for later, and the pins can
+be installed anywhere.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-BINARY_SUFFIXES = frozenset({".png", ".jpg", ".gif", ".gz", ".safetensors", ".gguf", ".npz"})
-
 # A folder that belongs to one machine or one person, at the start of an absolute path. The parts
 # are joined here so that this file passes its own test. "/tmp" alone is fine, and so is a path
 # that goes on from something else, as in "$HOME/work/" or "example.com/root/".
 _PRIVATE_FOLDERS = "|".join(("work", "root", "home/[a-z][a-z0-9_-]*", "Users/[A-Za-z]+", "tmp/w"))
 PRIVATE_PATH = re.compile(rf"(?<![\w./$~{{}}<>*+?)\]-])/(?:{_PRIVATE_FOLDERS})(?=[/\s\"'`):,;]|$)")
+UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 # Containers have homes of their own, which are no one's machine.
 CONTAINER_HOME = "/home/" + "deepinfer"
 
@@ -31,34 +32,46 @@ def private_paths(text: str) -> list[tuple[int, str]]:
     ]
 
 
-def tracked_text_files(root: Path) -> list[Path]:
-    if shutil.which("git") is None or not (root / ".git").exists():
+@pytest.fixture(scope="module")
+def texts(repo_root: Path) -> dict[str, str]:
+    """Every tracked text file's content by its path; as git does, a NUL byte tells a binary."""
+    if shutil.which("git") is None or not (repo_root / ".git").exists():
         pytest.skip("needs a git checkout")
     listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-z"], cwd=repo_root, check=True, capture_output=True, text=True
     ).stdout
-    files = [root / path for path in listed.split("\0") if path]
-    return [f for f in files if f.is_file() and f.suffix not in BINARY_SUFFIXES]
+    files = {path: repo_root / path for path in listed.split("\0") if path}
+    contents = {path: file.read_bytes() for path, file in files.items() if file.is_file()}
+    return {path: data.decode("utf-8") for path, data in contents.items() if b"\0" not in data}
 
 
-def test_no_file_names_a_private_path(repo_root: Path) -> None:
+def test_no_file_names_a_private_path(texts: dict[str, str]) -> None:
     found = [
-        f"{file.relative_to(repo_root)}:{line}: {path}"
-        for file in tracked_text_files(repo_root)
-        for line, path in private_paths(file.read_text("utf-8"))
+        f"{name}:{line}: {path}"
+        for name, text in texts.items()
+        for line, path in private_paths(text)
     ]
     assert not found, "\n".join(found)
 
 
-def test_text_files_end_lines_alike(repo_root: Path) -> None:
+def test_no_file_leaves_work_for_later(texts: dict[str, str]) -> None:
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in texts.items()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if UNFINISHED.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_text_files_end_lines_alike(texts: dict[str, str]) -> None:
     """Unix line ends, a final newline, and no merge conflict left in."""
     found = []
-    for file in tracked_text_files(repo_root):
-        content = file.read_bytes()
-        if b"\r" in content or (content and not content.endswith(b"\n")):
-            found.append(f"{file.relative_to(repo_root)}: line ends")
-        if re.search(rb"^(<{7}|>{7}) ", content, re.MULTILINE):
-            found.append(f"{file.relative_to(repo_root)}: conflict marker")
+    for name, text in texts.items():
+        if "\r" in text or (text and not text.endswith("\n")):
+            found.append(f"{name}: line ends")
+        if re.search(r"^(<{7}|>{7}) ", text, re.MULTILINE):
+            found.append(f"{name}: conflict marker")
     assert not found, "\n".join(found)
 
 
