@@ -1,0 +1,5 @@
+"""The composition root: command line, launcher, benches and the simulator.
+
+The only code that knows two actors at once. Nothing here decides anything about requests, and
+nothing outside this folder imports it.
+"""

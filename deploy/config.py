@@ -1,0 +1,206 @@
+"""The cluster's configuration: a YAML file and the same names as flags, checked once.
+
+Frozen; unknown keys, values out of range and impossible combinations are errors that name them.
+Nothing is adjusted quietly.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from deepinfer.kvstore.core.layout import resolve_kv_dtype
+
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*$")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. One line per fault: name, value, what is legal."""
+
+
+class CacheSize(BaseModel):
+    """The size of one worker's KV pool: either a number of blocks or a number of bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    blocks: int | None = None
+    bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``"512MiB"``, ``"1.5GiB"`` or ``"3 blocks"``.
+
+        Raises:
+            ValueError: neither form, or zero.
+        """
+        allowed = 'a size such as "512MiB" or "2GiB", or a number of blocks such as "3 blocks"'
+        match = _SIZE.match(text)
+        if match is None:
+            raise ValueError(f"max_cache = {text!r}: must be {allowed}")
+        number, unit = float(match[1]), match[2].lower()
+        if unit in ("block", "blocks"):
+            if number < 1 or number != int(number):
+                raise ValueError(f"max_cache = {text!r}: must be a whole number of blocks from 1")
+            return cls(blocks=int(number))
+        if unit not in _UNITS:
+            raise ValueError(f"max_cache = {text!r}: unit must be one of {', '.join(_UNITS)}")
+        if (size := int(number * _UNITS[unit])) < 1:
+            raise ValueError(f"max_cache = {text!r}: must be above 0")
+        return cls(bytes=size)
+
+    def blocks_of(self, block_bytes: int) -> int:
+        """Blocks of ``block_bytes`` in the pool.
+
+        Raises:
+            ConfigError: not even one fits; says both numbers.
+        """
+        if self.blocks is not None:
+            return self.blocks
+        assert self.bytes is not None
+        if self.bytes < block_bytes:
+            raise ConfigError(
+                f"max_cache = {self.bytes:,} bytes: must hold at least one KV block, which takes "
+                f"{block_bytes:,} bytes for this model, dtype and block size"
+            )
+        return self.bytes // block_bytes
+
+
+class ClusterConfig(BaseModel):
+    """Everything ``deepinfer up`` takes. Field names are the YAML keys; flags use dashes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = Field("demo", min_length=1, description="Model folder, GGUF file, or demo.")
+    workers: int = Field(1, ge=1, le=256, description="Worker processes.")
+    gateways: int = Field(1, ge=1, le=64, description="Gateway processes, on ports from --port.")
+    kv_cache_dtype: str = Field("auto", description="auto, fp16, int8, fp8, fp8_e5m2 or k16v8.")
+    block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
+    max_cache: str = Field("512MiB", description='KV pool of a worker: "512MiB" or "3 blocks".')
+    prefill_chunk_tokens: int = Field(
+        256, ge=1, le=65536, description="Prompt tokens of one request in one step, at most."
+    )
+    max_batch_tokens: int = Field(512, ge=1, le=65536, description="Tokens in one step, at most.")
+    cpu_offload: bool = Field(True, description="Swap KV to the store when blocks run out.")
+    max_cpu_offload_mb: int = Field(
+        2048, ge=0, le=1 << 24, description="The store's budget in MiB; 0 refuses every swap."
+    )
+    max_swapped_requests: int = Field(
+        1024, ge=0, le=1 << 20, description="Requests swapped out at a time, at most."
+    )
+    prefix_cache: bool = Field(True, description="Share KV blocks of equal prompt prefixes.")
+    reserve: Literal["growth", "full"] = Field(
+        "growth", description="Blocks set aside at admission: the prompt's, or all it may need."
+    )
+    victim_policy: Literal["lru", "youngest", "cost"] = Field(
+        "lru", description="Who is swapped out first."
+    )
+    min_residency: int = Field(
+        8, ge=0, le=1 << 20, description="Tokens a resumed request makes before it may go again."
+    )
+    store_path: Literal["auto", "memfd", "grpc"] = Field(
+        "auto", description="How payloads reach the store: shared memory, gRPC, or what fits."
+    )
+    threads: int = Field(1, ge=1, le=1024, description="Compute threads of a CPU worker.")
+    max_live_requests: int = Field(
+        4096, ge=1, le=1 << 20, description="Requests a gateway holds at a time, at most."
+    )
+    orphan_grace_s: float = Field(
+        5.0, ge=0, le=3600, description="How long a request outlives its client's stream."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address the gateways listen on.")
+    port: int = Field(7470, ge=0, le=65535, description="First gateway's port; 0 picks free ones.")
+    token_file: str | None = Field(
+        None, description="File with the bearer token; made if it is missing."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _known_dtype(cls, value: str) -> str:
+        resolve_kv_dtype(value)
+        return value
+
+    @field_validator("max_cache")
+    @classmethod
+    def _readable_size(cls, value: str) -> str:
+        CacheSize.parse(value)
+        return value
+
+    @model_validator(mode="after")
+    def _possible_together(self) -> Self:
+        if self.prefill_chunk_tokens > self.max_batch_tokens:
+            raise ValueError(
+                f"prefill_chunk_tokens = {self.prefill_chunk_tokens}: must not exceed "
+                f"max_batch_tokens = {self.max_batch_tokens}"
+            )
+        if not self.cpu_offload:
+            for name in ("max_cpu_offload_mb", "max_swapped_requests", "store_path"):
+                if name in self.model_fields_set:
+                    raise ValueError(
+                        f"{name} = {getattr(self, name)!r} has no meaning with cpu_offload = false"
+                    )
+        if self.port and self.port + self.gateways - 1 > 65535:
+            raise ValueError(
+                f"port = {self.port} with gateways = {self.gateways}: the last port would be "
+                f"{self.port + self.gateways - 1}, above 65535"
+            )
+        return self
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return CacheSize.parse(self.max_cache)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the gateways."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def load_config(file: Path | None = None, flags: dict[str, Any] | None = None) -> ClusterConfig:
+    """Read the YAML file, lay the flags that were given over it, and check the whole.
+
+    Args:
+        file: YAML mapping of field names; None for flags alone.
+        flags: values given on the command line; those that are None were not given.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, illegal value or combination; one line each.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {file}: cannot be read: {error}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"config file {file}: not YAML: {error}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"config file {file}: must be a mapping of names to values")
+        values |= loaded or {}
+    values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    try:
+        return ClusterConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(values, e) for e in error.errors())) from error
+
+
+def _explain(values: dict[str, Any], error: Any) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = ", ".join(sorted(ClusterConfig.model_fields))
+        return f"unknown key {name!r}: must be one of {known}"
+    if error["type"] == "value_error":
+        text = str(error["ctx"]["error"])
+        return text if not name or text.startswith(name) else f"{name}: {text}"
+    return f"{name} = {values.get(name)!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -1,0 +1,122 @@
+"""What the machine remembers of the clusters that `deepinfer up` started on it.
+
+One small JSON file a cluster, under ``$XDG_STATE_HOME/deepinfer``; a file whose process is gone
+is left over from a crash and is swept when seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TOKEN_BYTES = 32
+
+
+class TokenFileError(ValueError):
+    """A token file that cannot be used; names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """One cluster started here."""
+
+    endpoints: tuple[str, ...]
+    """host:port of each gateway."""
+    pid: int
+    started_ticks: int
+    """The process's start time in clock ticks since boot: a reused pid has another."""
+    token_file: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        return self.endpoints[0]
+
+
+def state_dir() -> Path:
+    """Where the files are: ``$XDG_STATE_HOME/deepinfer``, or ``~/.local/state/deepinfer``."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "deepinfer"
+
+
+def process_ticks(pid: int) -> int | None:
+    """Start time of a live process in clock ticks since boot; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rsplit(")", 1)[1].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def remember(running: Running) -> None:
+    """Write the cluster's file, whole or not at all."""
+    path = _file(running.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(asdict(running)), encoding="utf-8")
+    scratch.replace(path)
+
+
+def forget(name: str) -> None:
+    _file(name).unlink(missing_ok=True)
+
+
+def alive() -> tuple[Running, ...]:
+    """The clusters whose launcher still lives, by name."""
+    found = []
+    for path in sorted(state_dir().glob("*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["endpoints"] = tuple(values["endpoints"])
+            running = Running(**values)
+        except (OSError, ValueError, TypeError, KeyError):
+            path.unlink(missing_ok=True)
+            continue
+        if process_ticks(running.pid) == running.started_ticks:
+            found.append(running)
+        else:
+            path.unlink(missing_ok=True)
+    return tuple(found)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        TokenFileError: unreadable, or not one line of 16 to 4,096 printable ASCII characters.
+    """
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenFileError(f"token file {path}: cannot be read: {error}") from error
+    printable = token.isascii() and token.isprintable() and " " not in token
+    if not printable or not 16 <= len(token) <= 4096:
+        raise TokenFileError(
+            f"token file {path}: must hold one line of 16 to 4096 printable ASCII characters "
+            f"without spaces, and has {len(token)} characters"
+        )
+    return token
+
+
+def read_or_make_token(path: Path) -> str:
+    """The token in a file that only its owner can read; made with a fresh one if it is missing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
+    except FileExistsError:
+        return read_token(path)
+    except OSError as error:
+        raise TokenFileError(f"token file {path}: cannot be made: {error}") from error
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(token + "\n")
+    return token
+
+
+def _file(name: str) -> Path:
+    return state_dir() / (name.replace("/", "_").replace(":", "_") + ".json")

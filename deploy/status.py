@@ -1,0 +1,51 @@
+"""The status document as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+
+def mib(size: float) -> str:
+    """Bytes as MiB with one decimal."""
+    return f"{size / 2**20:.1f} MiB"
+
+
+def render_status(document: dict[str, Any]) -> Group:
+    """Workers and their pools, stores, request states, and the swap budget (S9)."""
+    workers = Table("worker", "node", "blocks used", "free", "short", "residents", "state")
+    for name, worker in sorted(document["workers"].items()):
+        used = worker["blocks_total"] - worker["blocks_free"]
+        workers.add_row(
+            name,
+            worker["node"],
+            f"{used} / {worker['blocks_total']}",
+            str(worker["blocks_free"]),
+            str(worker["blocks_short"]),
+            str(worker["residents"]),
+            worker["state"],
+        )
+    stores = Table("store", "node", "used", "budget", "tickets")
+    for name, store in sorted(document["stores"].items()):
+        stores.add_row(
+            name,
+            store["node"],
+            mib(store["used_bytes"]),
+            mib(store["budget_bytes"]),
+            str(store["tickets"]),
+        )
+    requests = Table("state", "requests")
+    for state, count in sorted(document["requests"].items()):
+        requests.add_row(state, str(count))
+    offload = document["cpu_offload"]
+    swap = Table("swap", "")
+    swap.add_row("enabled", "yes" if offload["enabled"] else "no")
+    swap.add_row("swapped now", str(document["swapped"]))
+    swap.add_row("payload", mib(offload["payload_bytes"]))
+    swap.add_row("budget", mib(offload["budget_bytes"]))
+    swap.add_row("most swapped requests", str(offload["max_swapped_requests"]))
+    for name, value in sorted(document["counters"].items()):
+        swap.add_row(name, f"{value:g}")
+    return Group(workers, stores, requests, swap)
