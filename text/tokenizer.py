@@ -1,0 +1,114 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import tokenizers
+
+from deepinfer.text.chat import ChatTemplate
+from deepinfer.text.detokenizer import Detokenizer
+from deepinfer.text.errors import ChatTemplateError, TokenizerError
+from deepinfer.text.token_bytes import TokenForm
+
+
+class Tokenizer:
+    """A model's vocabulary: encodes text, says what each id means, and knows the special ids.
+
+    Immutable after construction and safe to share between threads. ``load_tokenizer`` makes one.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        form: TokenForm,
+        special_ids: Iterable[int],
+        eos_ids: Iterable[int],
+        bos_id: int | None,
+        prefix_ids: Iterable[int],
+        suffix_ids: Iterable[int] = (),
+        chat: ChatTemplate | None,
+    ) -> None:
+        """Wrap ``backend``; every id given must be in its vocabulary, else TokenizerError."""
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+        self.form = form
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        """One more than the highest id. A model's logits may be wider (padded), never narrower."""
+        self.special_ids = frozenset(special_ids)
+        """Ids that are control, not text: left out of text by ``skip_special_tokens``."""
+        self.eos_ids = tuple(sorted(set(eos_ids)))
+        """Ids that end a generation (unless ``ignore_eos``)."""
+        self.bos_id = bos_id
+        self.prefix_ids = tuple(prefix_ids)
+        """Ids put before a text: the begin-of-sequence id of models that were trained with one."""
+        self.suffix_ids = tuple(suffix_ids)
+        """Ids put after a text: empty for nearly every model that generates."""
+        self.chat = chat
+        """The model's chat template, or None if it has none."""
+        named = {"special_ids": self.special_ids, "eos_ids": self.eos_ids}
+        named |= {"prefix_ids": self.prefix_ids, "suffix_ids": self.suffix_ids}
+        named |= {"bos_id": () if bos_id is None else (bos_id,)}
+        for name, ids in named.items():
+            if unknown := sorted(i for i in ids if backend.id_to_token(i) is None):
+                raise TokenizerError(f"{name}: {unknown} are not in the vocabulary")
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether ``encode`` puts the begin-of-sequence id before a text."""
+        return bool(self.prefix_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of ``text``; special tokens written out in it become their ids.
+
+        ``add_special_tokens`` puts ``prefix_ids`` before and ``suffix_ids`` after, as the model
+        expects of a plain prompt. A rendered chat template has them already: pass False.
+        Raises ValueError for text that has no UTF-8 form (a lone surrogate).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text has no UTF-8 form at character {error.start}") from None
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of ``messages`` in the model's own chat format.
+
+        Raises :class:`ChatMessageError` for malformed messages and :class:`ChatTemplateError` for
+        a model without a template or a template that refuses them.
+        """
+        if self.chat is None:
+            raise ChatTemplateError("this model has no chat template: send a prompt, not messages")
+        text = self.chat.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``: exactly what a :class:`Detokenizer` emits for them.
+
+        Bytes that are not UTF-8 become U+FFFD, one for each maximal ill-formed part.
+        """
+        stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return "".join([*map(stream.push, ids), stream.finish()])
+
+    def token(self, token_id: int) -> str | None:
+        """Return the token as the vocabulary writes it (``Ġthe``), or None if there is none."""
+        return self._backend.id_to_token(token_id) if token_id >= 0 else None
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary writes it, or None if it has none."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text: not always whole characters.
+
+        Empty for an id outside the vocabulary: logits are often padded beyond it.
+        """
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self.token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else self.form.to_bytes(token)
+        return known
