@@ -21,19 +21,8 @@ Value: TypeAlias = Scalar | list[Scalar]
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
-_FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# Value type -> struct format; 8 is a string, 9 an array.
+_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _MAX_PAIRS = 1 << 16
 _MAX_ELEMENTS = 1 << 22  # the largest vocabularies have 2**18 tokens
 
