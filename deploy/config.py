@@ -118,7 +118,9 @@ class ClusterConfig(BaseModel):
     token_file: str | None = Field(
         None, description="File with the bearer token; made if it is missing."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="What the processes log: debug, info, warning or error."
+    )
 
     @field_validator("kv_cache_dtype")
     @classmethod
@@ -204,3 +206,15 @@ def _explain(values: dict[str, Any], error: Any) -> str:
         text = str(error["ctx"]["error"])
         return text if not name or text.startswith(name) else f"{name}: {text}"
     return f"{name} = {values.get(name)!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def reference() -> str:
+    """Every setting as a Markdown table; docs/configuration.md holds it word for word."""
+    rows = ["| key | flag | default | what |", "| --- | --- | --- | --- |"]
+    for name, info in ClusterConfig.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(info.default, bool):
+            flag += f" / --no-{name.replace('_', '-')}"
+        default = "none" if info.default is None else f"{info.default}"
+        rows.append(f"| `{name}` | `{flag}` | {default} | {info.description} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,273 @@
+"""The ``deepinfer`` command. Parses and prints; the work is in the modules it calls.
+
+Imports of heavy modules stay inside the commands, so that ``deepinfer --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Serve language models on cards with too little memory.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Experiments; each writes JSON and a plot.")
+model = typer.Typer(no_args_is_help=True, help="Get models.")
+app.add_typer(bench, name="bench")
+app.add_typer(model, name="model")
+
+out = Console()
+err = Console(stderr=True)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn what the user or the world caused into one message and exit code 1 (no traceback)."""
+    from deepinfer.client import DeepInferError
+    from deepinfer.deploy.config import ConfigError
+    from deepinfer.deploy.launch import LaunchError
+    from deepinfer.deploy.models import ModelUnavailableError
+
+    try:
+        yield
+    except (ConfigError, LaunchError, ModelUnavailableError, DeepInferError) as error:
+        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
+
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file.")]
+Endpoint = Annotated[
+    str | None, typer.Option(help="host:port of a gateway; default: the cluster running here.")
+]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token.")]
+
+
+@app.command()
+def up(
+    config: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Model folder, GGUF file, or demo.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes.")] = None,
+    gateways: Annotated[int | None, typer.Option(help="Gateway processes.")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="auto, fp16, int8, fp8, fp8_e5m2 or k16v8.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
+    max_cache: Annotated[
+        str | None, typer.Option(help='KV pool of a worker: "512MiB" or "3 blocks".')
+    ] = None,
+    prefill_chunk_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens of one request in one step, at most.")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one step, at most.")
+    ] = None,
+    cpu_offload: Annotated[
+        bool | None,
+        typer.Option("--cpu-offload/--no-cpu-offload", help="Swap KV to the store."),
+    ] = None,
+    max_cpu_offload_mb: Annotated[
+        int | None, typer.Option(help="The store's budget in MiB; 0 refuses every swap.")
+    ] = None,
+    max_swapped_requests: Annotated[
+        int | None, typer.Option(help="Requests swapped out at a time, at most.")
+    ] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option("--prefix-cache/--no-prefix-cache", help="Share equal prompt prefixes."),
+    ] = None,
+    reserve: Annotated[str | None, typer.Option(help="growth or full.")] = None,
+    victim_policy: Annotated[str | None, typer.Option(help="lru, youngest or cost.")] = None,
+    min_residency: Annotated[
+        int | None, typer.Option(help="Tokens a resumed request makes before it may go again.")
+    ] = None,
+    store_path: Annotated[str | None, typer.Option(help="auto, memfd or grpc.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Compute threads of a CPU worker.")] = None,
+    max_live_requests: Annotated[
+        int | None, typer.Option(help="Requests a gateway holds at a time, at most.")
+    ] = None,
+    orphan_grace_s: Annotated[
+        float | None,
+        typer.Option("--orphan-grace-s", help="Seconds a request outlives its client's stream."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address the gateways listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="First gateway's port.")] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="File with the bearer token; made if missing.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Start a cluster on this machine and serve until Ctrl-C or `deepinfer down`."""
+    flags = {k: v for k, v in locals().items() if k != "config"}
+    with plain_errors():
+        from deepinfer.deploy.config import load_config
+        from deepinfer.deploy.launch import serve
+
+        serve(load_config(config, flags), console=out)
+
+
+@app.command()
+def down(
+    endpoint: Annotated[
+        str | None, typer.Option(help="host:port it was started with; default: the only one.")
+    ] = None,
+    grace_s: Annotated[float, typer.Option(help="Seconds to wait for an orderly stop.")] = 30.0,
+) -> None:
+    """Stop the cluster that `deepinfer up` started here."""
+    with plain_errors():
+        from deepinfer.deploy.launch import stop_running
+
+        stop_running(endpoint, grace_s)
+        out.print("stopped")
+
+
+@app.command()
+def status(
+    endpoint: Endpoint = None,
+    token_file: TokenFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole document, as JSON.")] = False,
+) -> None:
+    """Show the pools, the requests and their states, and the swap budget."""
+    with plain_errors():
+        from deepinfer.deploy.launch import connect
+        from deepinfer.deploy.status import render_status
+
+        with connect(endpoint, token_file) as client:
+            document = client.status()
+        if as_json:
+            sys.stdout.write(json.dumps(document, indent=2, sort_keys=True) + "\n")
+        else:
+            out.print(render_status(document))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt, or - for standard input.")],
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option()] = 0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    endpoint: Endpoint = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Stream one answer to standard output."""
+    with plain_errors():
+        from deepinfer.deploy.generate import stream_one
+
+        text = sys.stdin.read() if prompt == "-" else prompt
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "seed": seed,
+            "stop": tuple(stop or ()),
+        }
+        stream_one(text, sampling, chat=chat, endpoint=endpoint, token_file=token_file)
+
+
+@app.command()
+def demo(
+    requests: Annotated[int, typer.Option(min=2, max=32, help="Chats sent at once.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=8, max=512, help="Tokens an answer.")] = 64,
+    kv_cache_dtype: Annotated[str, typer.Option(help="KV dtype of the pools.")] = "auto",
+    output: Annotated[
+        Path | None, typer.Option(help="Also write the table as JSON to this file.")
+    ] = None,
+) -> None:
+    """Local cluster, real model, pools too small on purpose: watch requests swap out and back."""
+    with plain_errors():
+        from deepinfer.deploy.demo import run_demo
+
+        ok = run_demo(
+            requests=requests,
+            max_tokens=max_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            output=output,
+            console=out,
+        )
+    raise typer.Exit(0 if ok else 1)
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 1000,
+    start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    trace: Annotated[bool, typer.Option(help="Print every event (for one seed).")] = False,
+) -> None:
+    """Run the production cores under seeded faults and check every history."""
+    with plain_errors():
+        from deepinfer.deploy.sim.simulate import run
+
+        raise typer.Exit(run(seeds=seeds, start=start, jobs=jobs, trace=trace))
+
+
+@model.command("get")
+def model_get(
+    name: Annotated[str, typer.Argument(help="demo, or a path to check.")] = "demo",
+) -> None:
+    """Fetch a model into the cache and print where it lies."""
+    with plain_errors():
+        from deepinfer.deploy.generate import get_model
+
+        sys.stdout.write(f"{get_model(name, console=err)}\n")
+
+
+@bench.command("offload")
+def bench_offload(
+    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    kv_cache_dtype: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; default: all four.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 5,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
+        "docs/results"
+    ),
+) -> None:
+    """Force one swap a round: a pool of exactly 3 blocks, two requests that need 3 each."""
+    with plain_errors():
+        from deepinfer.deploy.bench.offload import run_offload
+
+        ok = run_offload(
+            model=model,
+            dtypes=tuple(kv_cache_dtype or ("fp16", "int8", "fp8", "fp8_e5m2")),
+            rounds=rounds,
+            output=output,
+            console=out,
+        )
+    raise typer.Exit(0 if ok else 1)
+
+
+@bench.command("controller")
+def bench_controller(
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
+        "docs/results"
+    ),
+) -> None:
+    """The controller's core alone: events a second, and how the cost grows."""
+    with plain_errors():
+        from deepinfer.deploy.bench.controller import main as run_controller
+
+        run_controller(output)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
