@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.messages import ToClient
-from deepinfer.kvstore.core.requests import FinishReason
 
 # ---- events --------------------------------------------------------------------------------
 
@@ -62,13 +61,6 @@ Event = Start | Got | StreamEnded | AbortRequested | AbortAnswered | Tick
 # ---- effects -------------------------------------------------------------------------------
 
 
-class ReceivedChoice(NamedTuple):
-    """What the client has of one choice."""
-
-    tokens: tuple[int, ...] = ()
-    finish: FinishReason | None = None
-
-
 class OpenGenerate(NamedTuple):
     """Open a Generate stream at an endpoint."""
 
@@ -84,7 +76,8 @@ class OpenResume(NamedTuple):
     request: RequestId
     resume_key: str
     claim: int
-    received: tuple[ReceivedChoice, ...]
+    received: tuple[tuple[int, ...], ...]
+    """The token ids that the client has, for each choice in order."""
 
 
 class CloseStream(NamedTuple):
@@ -140,6 +133,4 @@ class Fail(NamedTuple):
     detail: str
 
 
-Effect = (
-    OpenGenerate | OpenResume | CloseStream | Deliver | SendAbort | Wait | Succeed | Fail
-)
+Effect = OpenGenerate | OpenResume | CloseStream | Deliver | SendAbort | Wait | Succeed | Fail

@@ -1,19 +1,345 @@
-"""The client's core: one request, however many streams it takes."""
+"""The client's core: one request, received exactly once over as many streams as it takes.
+
+Before ``Accepted`` nothing has been promised: a failed attempt is simply made again. After it the
+request will finish, so the client comes back with everything it has, to one endpoint after the
+other, until nothing has been heard for ``give_up_ms``.
+"""
 
 from __future__ import annotations
 
-from deepinfer.client.core.events import Effect, Event
+from dataclasses import dataclass, fields
+
+from deepinfer.client.core.events import (
+    AbortAnswered,
+    AbortRequested,
+    CloseStream,
+    Deliver,
+    Effect,
+    Event,
+    Fail,
+    Failure,
+    Got,
+    OpenGenerate,
+    OpenResume,
+    SendAbort,
+    Start,
+    StreamEnded,
+    Succeed,
+    Tick,
+    Wait,
+)
+from deepinfer.kvstore.core.ids import RequestId, Run
+from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, ToClient
+from deepinfer.kvstore.core.requests import FinishReason
+
+_FINAL = {
+    "ABORTED": Failure.REPLACED,
+    "FAILED_PRECONDITION": Failure.FAILED,
+    "INVALID_ARGUMENT": Failure.INVALID,
+    "NOT_FOUND": Failure.NOT_FOUND,
+    "OUT_OF_RANGE": Failure.INVALID,
+    "PERMISSION_DENIED": Failure.UNAUTHENTICATED,
+    "RESOURCE_EXHAUSTED": Failure.EXHAUSTED,
+    "UNAUTHENTICATED": Failure.UNAUTHENTICATED,
+    "UNIMPLEMENTED": Failure.FAILED,
+}
+"""Statuses that another attempt would meet again. Every other one is a reason to come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Times of one request's reconnecting; checked on construction.
+
+    Raises:
+        ValueError: a value is below 1; names the field.
+    """
+
+    accept_timeout_ms: int = 10_000
+    """How long an attempt may go without ``Accepted`` before the next endpoint is tried."""
+    backoff_first_ms: int = 50
+    backoff_max_ms: int = 2_000
+    give_up_ms: int = 60_000
+    """How long nothing at all may be heard of the request before it fails."""
+    abort_attempts_max: int = 8
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if getattr(self, f.name) < 1:
+                raise ValueError(f"{f.name} = {getattr(self, f.name)}: must be 1 or more")
 
 
 class ClientCore:
-    """Receives one request exactly once."""
+    """Receives one request exactly once.
 
-    def __init__(self, endpoints: tuple[str, ...], choices: int = 1) -> None:
-        self.endpoints = endpoints
+    Args:
+        endpoints: where gateways are; tried in turn. At least one.
+        choices: the request's ``n``.
+    """
+
+    def __init__(
+        self, endpoints: tuple[str, ...], choices: int = 1, config: ClientConfig | None = None
+    ) -> None:
+        if not endpoints:
+            raise ValueError("endpoints = (): must be at least one address")
+        self.config = config or ClientConfig()
+        self._endpoints = endpoints
+        self._endpoint = 0
+        self._tokens: list[list[int]] = [[] for _ in range(choices)]
+        self._finishes: list[FinishReason | None] = [None] * choices
+        self._notices: dict[tuple[int, Run], int] = {}
+        self._accepted: Accepted | None = None
+        self._attempt = 0
+        """The number of the newest attempt; also what claims are counted by."""
+        self._open = False
+        """Whether that attempt's stream is open, as far as known."""
+        self._heard = False
+        """Whether that attempt has brought ``Accepted``."""
+        self._opened_ms = 0
+        self._progress_ms = 0
+        self._failures = 0
+        """Attempts in a row that brought nothing new."""
+        self._full: set[int] = set()
+        """Endpoints that were full when asked to accept."""
+        self._retry_ms: int | None = None
+        self._aborts = 0
+        self._aborting = False
+        self._over = False
+        self._effects: list[Effect] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether the request has succeeded or failed."""
+        return self._over
+
+    @property
+    def accepted(self) -> Accepted | None:
+        """The first ``Accepted``: id and resume key."""
+        return self._accepted
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Take one event and return what has to be done, in order."""
-        return []
+        if not self._over:
+            match event:
+                case Start(jitter):
+                    self._endpoint = int(jitter * len(self._endpoints)) % len(self._endpoints)
+                    self._progress_ms = now_ms
+                    self._open_next(now_ms)
+                case Got(attempt, message):
+                    if attempt == self._attempt and self._open:
+                        self._got(message, now_ms)
+                case StreamEnded(attempt, code, detail, jitter):
+                    if attempt == self._attempt and self._open:
+                        self._open = False
+                        self._ended(code, detail, now_ms, jitter)
+                case AbortRequested():
+                    self._abort()
+                case AbortAnswered(attempt, ok, jitter):
+                    if attempt == self._attempt and self._aborting:
+                        self._abort_answered(ok, now_ms, jitter)
+                case Tick(jitter):
+                    self._tick(now_ms, jitter)
+        effects, self._effects = self._effects, []
+        return effects
+
+    # ---- attempts -------------------------------------------------------------------------
+
+    def _open_next(self, now_ms: int) -> None:
+        self._attempt += 1
+        self._open, self._heard, self._retry_ms = True, False, None
+        self._opened_ms = now_ms
+        endpoint = self._endpoints[self._endpoint]
+        if self._accepted is None:
+            self._effects.append(OpenGenerate(self._attempt, endpoint))
+        else:
+            self._effects.append(
+                OpenResume(
+                    self._attempt,
+                    endpoint,
+                    self._accepted.request,
+                    self._accepted.resume_key,
+                    self._attempt,
+                    tuple(tuple(tokens) for tokens in self._tokens),
+                )
+            )
+        self._effects.append(Wait(now_ms + self.config.accept_timeout_ms))
+
+    def _again(self, code: str, detail: str, now_ms: int, jitter: float) -> None:
+        """Make another attempt: at the next endpoint, after a wait that doubles each time."""
+        if self._open:
+            self._open = False
+            self._effects.append(CloseStream(self._attempt))
+        if now_ms - self._progress_ms >= self.config.give_up_ms:
+            self._fail(Failure.UNAVAILABLE, code, detail)
+            return
+        self._endpoint = (self._endpoint + 1) % len(self._endpoints)
+        self._retry_ms = now_ms + self._backoff_ms(self._failures, jitter)
+        self._failures += 1
+        self._effects.append(Wait(self._retry_ms))
+
+    def _backoff_ms(self, failures: int, jitter: float) -> int:
+        longest = min(self.config.backoff_max_ms, self.config.backoff_first_ms << min(failures, 16))
+        return max(1, int(longest * (1.0 + jitter) / 2))
+
+    def _tick(self, now_ms: int, jitter: float) -> None:
+        if self._retry_ms is not None and now_ms >= self._retry_ms:
+            if self._aborting:
+                self._retry_ms = None
+                self._send_abort()
+            else:
+                self._open_next(now_ms)
+        elif self._open and not self._heard:
+            waited_ms = now_ms - self._opened_ms
+            if waited_ms >= self.config.accept_timeout_ms:
+                endpoint = self._endpoints[self._endpoint]
+                self._again("UNAVAILABLE", f"{endpoint}: silent for {waited_ms} ms", now_ms, jitter)
+            else:
+                self._effects.append(Wait(self._opened_ms + self.config.accept_timeout_ms))
+
+    def _ended(self, code: str, detail: str, now_ms: int, jitter: float) -> None:
+        finished = all(finish is not None for finish in self._finishes)
+        if code == "OK" and finished:
+            self._fail(Failure.FAILED, "INTERNAL", "the request ended with an error")
+        elif code == "RESOURCE_EXHAUSTED" and self._accepted is None:
+            self._full.add(self._endpoint)
+            if len(self._full) == len(self._endpoints):
+                self._fail(Failure.EXHAUSTED, code, detail)
+            else:
+                self._again(code, detail, now_ms, jitter)
+        elif code in _FINAL:
+            self._fail(_FINAL[code], code, detail)
+        else:
+            self._again(code, detail, now_ms, jitter)
+
+    def _fail(self, failure: Failure, code: str, detail: str) -> None:
+        self._over = True
+        self._effects.append(Fail(failure, code, detail))
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def _got(self, message: ToClient, now_ms: int) -> None:
+        match message:
+            case Accepted():
+                self._heard = True
+                if self._accepted is None:
+                    self._accepted = message
+                    self._progressed(now_ms)
+                    self._effects.append(Deliver(message))
+                elif message.request != self._accepted.request:
+                    self._contradiction(f"{message.request} answers for another request", now_ms)
+            case Delta():
+                self._delta(message, now_ms)
+            case Notice():
+                key = (message.seq.choice, message.run)
+                if message.number > self._notices.get(key, -1):
+                    self._notices[key] = message.number
+                    self._effects.append(Deliver(message))
+            case Finished():
+                self._finished(message, now_ms)
+
+    def _progressed(self, now_ms: int) -> None:
+        self._progress_ms, self._failures = now_ms, 0
+
+    def _contradiction(self, detail: str, now_ms: int) -> None:
+        """What was said cannot follow what is here. What is here was delivered: insist on it."""
+        self._again("INTERNAL", detail, now_ms, 0.0)
+
+    def _choice_is_known(self, choice: int) -> bool:
+        return self._accepted is not None and 0 <= choice < len(self._tokens)
+
+    def _delta(self, delta: Delta, now_ms: int) -> None:
+        choice, start = delta.choice, delta.index
+        if not self._choice_is_known(choice) or self._finishes[choice] is not None:
+            self._contradiction(f"tokens of choice {choice}, which is not running", now_ms)
+            return
+        have, said = self._tokens[choice], [token.id for token in delta.tokens]
+        if 0 <= start and have[start : start + len(said)] == said:
+            return  # nothing new
+        if start != len(have):  # its text could not be cut where its tokens would have to be
+            self._contradiction(
+                f"choice {choice}: {len(said)} tokens from {start} on do not continue "
+                f"the {len(have)} received",
+                now_ms,
+            )
+            return
+        self._progressed(now_ms)
+        have.extend(said)
+        self._effects.append(Deliver(delta))
+
+    def _finished(self, message: Finished, now_ms: int) -> None:
+        choice = message.choice
+        if not self._choice_is_known(choice):
+            self._contradiction(f"the end of choice {choice}, which does not exist", now_ms)
+            return
+        if self._finishes[choice] is not None:
+            return
+        if message.tokens != len(self._tokens[choice]):
+            self._contradiction(
+                f"choice {choice} ends after {message.tokens} tokens, "
+                f"{len(self._tokens[choice])} were received",
+                now_ms,
+            )
+            return
+        self._progressed(now_ms)
+        self._finishes[choice] = message.reason
+        self._effects.append(Deliver(message))
+        # An error's own status comes with the end of the stream.
+        if None not in self._finishes and FinishReason.ERROR not in self._finishes:
+            self._over = True
+            self._effects += [CloseStream(self._attempt), Succeed()]
+
+    # ---- aborting -------------------------------------------------------------------------
+
+    def _abort(self) -> None:
+        if self._aborting:
+            return
+        if self._open:
+            self._open = False
+            self._effects.append(CloseStream(self._attempt))
+        self._retry_ms = None
+        if self._accepted is None:  # nobody was promised anything; an orphan ends by itself
+            self._fail(Failure.ABORTED, "CANCELLED", "aborted before it was accepted")
+            return
+        self._aborting = True
+        self._send_abort()
+
+    def _send_abort(self) -> None:
+        assert self._accepted is not None
+        self._attempt += 1
+        self._aborts += 1
+        self._effects.append(
+            SendAbort(
+                self._attempt,
+                self._endpoints[self._endpoint],
+                self._accepted.request,
+                self._accepted.resume_key,
+                self._attempt,
+            )
+        )
+
+    def _abort_answered(self, ok: bool, now_ms: int, jitter: float) -> None:
+        if ok or self._aborts >= self.config.abort_attempts_max:
+            told = "aborted" if ok else "aborted; no gateway could be told, its grace ends it"
+            self._fail(Failure.ABORTED, "CANCELLED", told)
+            return
+        self._endpoint = (self._endpoint + 1) % len(self._endpoints)
+        self._retry_ms = now_ms + self._backoff_ms(self._aborts, jitter)
+        self._effects.append(Wait(self._retry_ms))
+
+    # ---- looking in -----------------------------------------------------------------------
+
+    def received(self) -> tuple[tuple[int, ...], ...]:
+        """The token ids received so far, for each choice."""
+        return tuple(tuple(tokens) for tokens in self._tokens)
+
+    def request(self) -> RequestId | None:
+        """The request's id, once it was accepted."""
+        return None if self._accepted is None else self._accepted.request
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
+        assert not self._effects, "effects are handed out with the event that caused them"
+        assert not (self._open and self._retry_ms is not None), "open, and waiting to open"
+        if self._accepted is None:
+            assert not any(self._tokens), "tokens before Accepted"
+        if not self._over and self._attempt and not self._open:
+            assert self._retry_ms is not None or self._aborting, "nothing will ever happen"

@@ -18,17 +18,9 @@ from deepinfer.kvstore.core.messages import (
     ToGateway,
     ToWorker,
 )
-from deepinfer.kvstore.core.requests import FinishReason, RequestRecord
+from deepinfer.kvstore.core.requests import RequestRecord
 
 # ---- events --------------------------------------------------------------------------------
-
-
-class Received(NamedTuple):
-    """What a resuming client has of one choice."""
-
-    tokens: tuple[int, ...] = ()
-    finish: FinishReason | None = None
-    """Set when the client has the choice's end as well."""
 
 
 class Generate(NamedTuple):
@@ -49,8 +41,8 @@ class Resume(NamedTuple):
     resume_key: str
     claim: int
     """Which of the client's attempts this is; ``Generate`` was claim 0."""
-    received: tuple[Received, ...]
-    """One entry for each choice, in order."""
+    received: tuple[tuple[int, ...], ...]
+    """The token ids that the client has, for each choice in order."""
     include_events: bool = False
 
 
@@ -58,9 +50,9 @@ class AbortRequest(NamedTuple):
     """The client no longer wants the request; this gateway may not know it."""
 
     request: RequestId
-    claim: int | None = None
-    """The client's next attempt number; below the claim held here, the abort is a stale one and
-    ignored. None: whatever the claim is (an unknown request is then cancelled as of claim 0)."""
+    claim: int
+    """The highest that the client has used; below the claim held here, the abort is a stale one
+    and ignored."""
     choices: int = 1
     """How many choices the request has; used only when this gateway does not hold it."""
 
@@ -199,12 +191,12 @@ class Scan(NamedTuple):
     """Look for stop strings in these tokens, then answer ``Scanned`` or ``StopMatched``.
 
     Emitted only for requests with stop strings; their tokens wait until the answer, so that
-    nothing behind a stop string ever goes out. ``index`` 0 starts the choice afresh; otherwise the
+    nothing behind a stop string ever goes out. ``start`` 0 begins the choice afresh; otherwise the
     tokens follow those of the scan before.
     """
 
     seq: Seq
-    index: int
+    start: int
     token_ids: tuple[int, ...]
 
 

@@ -1,0 +1,217 @@
+"""The record of one request: the truth about it, as long as its gateway lives.
+
+A choice's tokens and what is known of them::
+
+    0            sent          visible          held
+    |-- client --|-- may go out --|-- to be scanned for stop strings --|
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from itertools import islice
+
+from deepinfer.gateway.core.events import Code, Scan
+from deepinfer.gateway.core.usage import Meter
+from deepinfer.kvstore.core.ids import Run, Seq, StreamId, WorkerRef
+from deepinfer.kvstore.core.messages import RequestLevel, Tokens
+from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
+
+_RECORD_BYTES = 1_000
+_PROMPT_TOKEN_BYTES = 8
+_TOKEN_BYTES = 120
+_LOGPROB_BYTES = 90
+
+
+class Taken(Enum):
+    """What the exactly-once filter did with a ``Tokens`` message."""
+
+    ACCEPTED = "accepted"
+    AFTER_GAP = "after_gap"
+    CONTRADICTING = "contradicting"
+    ENDED = "ended"
+
+
+class Choice:
+    """One choice of a request: its tokens, who may add to them, and its end."""
+
+    __slots__ = (
+        "attached",
+        "finish",
+        "finish_message",
+        "meter",
+        "needs_scan",
+        "reported_tokens",
+        "scan_asked",
+        "scanned",
+        "sent",
+        "seq",
+        "tokens",
+        "worker",
+    )
+
+    def __init__(self, seq: Seq, record: RequestRecord) -> None:
+        self.seq = seq
+        self.tokens: list[Token] = []
+        self.attached: Run | None = None
+        """The highest run that has attached."""
+        self.worker: WorkerRef | None = None
+        """Whose run that is; None while no run may speak."""
+        self.finish: FinishReason | None = None
+        self.finish_message = ""
+        self.needs_scan = bool(record.sampling.stop)
+        self.scan_asked = 0
+        """Tokens handed out for scanning so far."""
+        self.scanned = 0
+        """Tokens known to hold no stop string."""
+        self.sent = 0
+        """Tokens that a client has or may have: never cut away."""
+        self.reported_tokens = 0
+        """``held_tokens`` in the last report that named this choice."""
+        self.meter = Meter()
+
+    @property
+    def visible(self) -> int:
+        """Tokens that may go out."""
+        return self.scanned if self.needs_scan else len(self.tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the choice has ended and all of it may go out."""
+        return self.finish is not None and self.visible == len(self.tokens)
+
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of every token held."""
+        return tuple(token.id for token in self.tokens)
+
+    def agrees_with(self, received: tuple[int, ...]) -> bool:
+        """Whether a client that has ``received`` can go on behind it here."""
+        held = self.tokens
+        return len(received) <= len(held) and all(
+            token.id == token_id for token, token_id in zip(held, received, strict=False)
+        )
+
+    def take(self, said: Tokens, max_tokens: int, now_ms: int) -> Taken:
+        """Add what the attached run says, from the first token that is not held yet.
+
+        All or nothing: a message that starts behind the tokens held, contradicts them, or goes
+        beyond ``max_tokens`` changes nothing.
+        """
+        if self.finish is not None:
+            return Taken.ENDED
+        held, start, end = len(self.tokens), said.index, said.index + len(said.tokens)
+        if start > held:
+            return Taken.AFTER_GAP
+        if start < 0 or end > max_tokens or (said.finish is not None and end < held):
+            return Taken.CONTRADICTING
+        overlap = zip(islice(self.tokens, start, None), said.tokens, strict=False)
+        if any(old.id != new.id for old, new in overlap):
+            return Taken.CONTRADICTING
+        if end > held:
+            self.tokens.extend(said.tokens[held - start :])
+            self.meter.tokens_arrived(said.run, now_ms)
+        if said.finish is not None:
+            self.end(said.finish)
+        return Taken.ACCEPTED
+
+    def end(self, reason: FinishReason, message: str = "") -> None:
+        """End here, with every token held."""
+        self.finish, self.finish_message = reason, message
+
+    def hold(self, received: tuple[int, ...], record: RequestRecord) -> None:
+        """Take what a client has for the truth, and its end too if these are all there will be."""
+        self.tokens = [Token(token_id) for token_id in received]
+        self.sent = held = len(received)
+        if held == 0:
+            return
+        if received[-1] in record.stop_token_ids and held >= record.sampling.min_tokens:
+            self.end(FinishReason.STOP)
+        elif held >= record.sampling.max_tokens:
+            self.end(FinishReason.LENGTH)
+
+    def stop_at(self, tokens: int) -> None:
+        """A stop string ends within token number ``tokens``: drop what follows.
+
+        What a client may have stays, so a match that comes too late ends the choice there.
+        """
+        del self.tokens[max(tokens, self.sent) :]
+        self.scan_asked = self.scanned = len(self.tokens)
+        self.end(FinishReason.STOP)
+
+    def next_scan(self) -> Scan | None:
+        """The scan that is due, marked as asked for."""
+        if not self.needs_scan or self.scan_asked == len(self.tokens):
+            return None
+        start, self.scan_asked = self.scan_asked, len(self.tokens)
+        return Scan(self.seq, start, tuple(token.id for token in self.tokens[start:]))
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        assert 0 <= self.sent <= len(self.tokens), f"{self.seq}: sent more than is held"
+        assert self.scanned <= self.scan_asked <= len(self.tokens), f"{self.seq}: scanned too far"
+        assert self.worker is None or self.attached is not None, f"{self.seq}: attached no run"
+
+
+class Entry:
+    """One request at this gateway."""
+
+    __slots__ = (
+        "choices",
+        "claim",
+        "code",
+        "message",
+        "record",
+        "resume_key",
+        "since_ms",
+        "stream",
+    )
+
+    def __init__(
+        self, record: RequestRecord, resume_key: str, claim: int, since_ms: int | None
+    ) -> None:
+        self.record = record
+        self.resume_key = resume_key
+        self.claim = claim
+        self.since_ms = since_ms
+        """When the request was accepted here; None for one taken over from another gateway."""
+        self.stream: StreamId | None = None
+        self.code = Code.OK
+        self.message = ""
+        """How its streams end, once every choice has."""
+        self.choices = [Choice(seq, record) for seq in record.seqs()]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        for choice in self.choices:
+            choice.check()
+            assert len(choice.tokens) <= self.record.sampling.max_tokens, f"{choice.seq}: too long"
+
+    def bytes(self) -> int:
+        """About what the record costs in memory."""
+        tokens = sum(len(choice.tokens) for choice in self.choices)
+        per_token = _TOKEN_BYTES + _LOGPROB_BYTES * (self.record.sampling.logprobs or 0)
+        return (
+            _RECORD_BYTES + _PROMPT_TOKEN_BYTES * len(self.record.prompt_ids) + per_token * tokens
+        )
+
+    def level(self, choice: Choice, *, cancelled: bool = False) -> RequestLevel:
+        """State one choice for the controller."""
+        record = self.record
+        return RequestLevel(
+            seq=choice.seq,
+            claim=self.claim,
+            cancelled=cancelled,
+            prompt_tokens=len(record.prompt_ids),
+            max_tokens=record.sampling.max_tokens,
+            held_tokens=len(choice.tokens),
+            arrival_ms=record.arrival_ms,
+            priority=record.priority,
+            deadline_ms=record.deadline_ms,
+            exact=record.exact,
+            attached=choice.attached if choice.worker is not None else None,
+        )
