@@ -193,6 +193,19 @@ class BlockManager:
         assert cached <= known.keys(), "a cached block holds no known prefix"
         assert not free & known.keys(), "a free block is still in the cache"
 
+    def check_tables(self, tables: Iterable[list[int]], pins: Iterable[list[int]]) -> None:
+        """Raise AssertionError unless these tables and pins are all there are."""
+        references, pinned = [0] * self.blocks_total, [0] * self.blocks_total
+        for table in tables:
+            assert len(set(table)) == len(table), f"a block occurs twice in a table: {table}"
+            for block in table:
+                references[block] += 1
+        for blocks in pins:
+            for block in blocks:
+                pinned[block] += 1
+        assert references == self._references, "references are miscounted"
+        assert pinned == self._pins, "pins are miscounted"
+
     def _retire(self, block: int) -> None:
         if self._digest[block] is None:
             self._free.append(block)

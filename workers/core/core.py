@@ -1,23 +1,137 @@
-"""The worker's protocol."""
+"""The worker's protocol: one object that hears everything and says what to do."""
 
 from __future__ import annotations
 
-from deepinfer.kvstore.core.ids import NodeId, WorkerRef
+from dataclasses import asdict
+
+from deepinfer.kvstore.core.ids import NodeId, Seq, WorkerRef
+from deepinfer.kvstore.core.messages import Admit, Cancel, Preempt, SwapIn, SwapOut
 from deepinfer.workers.core.config import WorkerConfig
-from deepinfer.workers.core.events import WorkerEffect, WorkerEvent
+from deepinfer.workers.core.events import (
+    CommitReply,
+    FetchDone,
+    FromGateway,
+    GatewayDown,
+    GatewayUp,
+    PutDone,
+    Report,
+    ReportAnswered,
+    ReportsUp,
+    ResolveReply,
+    StartDrain,
+    StepDone,
+    StoreGone,
+    WorkerEffect,
+    WorkerEvent,
+)
+from deepinfer.workers.core.orders import Orders
+from deepinfer.workers.core.reports import Reporter
+from deepinfer.workers.core.roster import Counters, Roster
+from deepinfer.workers.core.sequence import Resident
+from deepinfer.workers.core.steps import Steps
+from deepinfer.workers.core.swaps import Swaps
+from deepinfer.workers.core.talk import Talk
 
 
 class WorkerCore:
-    """One life of one worker."""
+    """One life of one worker.
+
+    It owns block ids and token ids, asks no one before it grows, and frees KV only when the store
+    has committed it, the gateway has acknowledged the end, or somebody entitled said to drop it.
+    """
 
     def __init__(self, ref: WorkerRef, node: NodeId, config: WorkerConfig) -> None:
         self.ref = ref
         self.node = node
         self.config = config
+        self._roster = Roster(config)
+        self._talk = Talk(ref, self._roster)
+        self._swaps = Swaps(self._roster, self._talk)
+        self._steps = Steps(self._roster, self._talk)
+        self._orders = Orders(self._roster, self._talk, self._swaps)
+        self._reporter = Reporter(ref, node, self._roster, self._orders, self._steps, self._swaps)
+
+    @property
+    def residents(self) -> dict[Seq, Resident]:
+        """Read-only for callers."""
+        return self._roster.residents
+
+    @property
+    def counters(self) -> Counters:
+        return self._roster.counters
 
     def handle(self, event: WorkerEvent, now_ms: int) -> list[WorkerEffect]:
-        """Return what the shell must do about one event."""
-        raise NotImplementedError(type(event).__name__)
+        """Return what the shell must do about one event, in this order."""
+        match event:
+            case Admit() | SwapOut() | SwapIn() | Preempt() | Cancel():
+                self._orders.handle(event, now_ms)
+            case FromGateway():
+                self._talk.hear(event, now_ms)
+            case StepDone():
+                for resident in self._steps.done(event, now_ms):
+                    self._swaps.boundary(resident, now_ms)
+            case PutDone():
+                self._swaps.put_done(event, now_ms)
+            case CommitReply():
+                self._swaps.commit_reply(event, now_ms)
+            case ResolveReply():
+                self._swaps.resolve_reply(event, now_ms)
+            case FetchDone():
+                self._swaps.fetch_done(event, now_ms)
+            case StoreGone():
+                self._swaps.store_gone(event.store)
+            case GatewayUp():
+                self._talk.gateway_up(event.gateway, now_ms)
+            case GatewayDown():
+                self._talk.gateway_down(event.gateway, now_ms)
+            case ReportAnswered():
+                self._reporter.answered(event.reply)
+            case ReportsUp():
+                self._reporter.restart()
+            case StartDrain():
+                self._orders.draining = self._roster.changed = True
+            case _:
+                self._tick(now_ms)
+        self._steps.pump()
+        report = self._reporter.due(now_ms)
+        out = self._roster.out
+        self._roster.out = []
+        if report is not None:
+            out.append(Report(report))
+        return out
+
+    def _tick(self, now_ms: int) -> None:
+        for resident in list(self._roster.residents.values()):
+            self._swaps.tick(resident, now_ms)
+            if self._roster.residents.get(resident.seq) is resident:
+                self._talk.tick(resident, now_ms)
+
+    def snapshot(self) -> dict[str, object]:
+        """Levels and counts for status pages; plain values only."""
+        roster, blocks = self._roster, self._roster.blocks
+        states = [resident.state.value for resident in roster.residents.values()]
+        return {
+            "worker": self.ref.worker,
+            "incarnation": self.ref.incarnation,
+            "node": self.node,
+            "epoch_seen": self._orders.epoch_seen,
+            "draining": self._orders.draining,
+            "blocks_total": blocks.blocks_total,
+            "blocks_free": roster.spare,
+            "blocks_cached": blocks.cached,
+            "blocks_held": blocks.held,
+            "blocks_quarantined": blocks.quarantined,
+            "blocks_promised": roster.promised,
+            "blocks_short": self._steps.blocks_short,
+            "prefix_hit_tokens": blocks.hit_tokens,
+            "residents": {state: states.count(state) for state in sorted(set(states))},
+            **asdict(roster.counters),
+        }
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
+        self._roster.check()
+        running = self._steps.in_flight
+        members = {chunk.seq for chunk in running.chunks} if running is not None else set()
+        for seq, resident in self._roster.residents.items():
+            assert not resident.in_step or seq in members, f"{seq} is in a step that has ended"

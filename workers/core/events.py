@@ -8,6 +8,7 @@ then the core keeps those blocks out of use.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepinfer.kvstore.core.ids import GatewayId, Run, Seq, StoreId, Ticket
@@ -76,7 +77,7 @@ class ResolveReply(NamedTuple):
 
 
 class FetchDone(NamedTuple):
-    """The copy into the pool has ended. With OK the bytes copied were verified against the manifest.
+    """The copy into the pool has ended. OK: the bytes copied were verified against the manifest.
 
     ``token_ids`` are the manifest's: the tokens whose KV lies in the ``blocks`` first blocks.
     """
@@ -133,7 +134,8 @@ WorkerEvent = (
 # ---- effects -------------------------------------------------------------------------------
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """Tokens ``[start, start + len(token_ids))`` of one sequence, to be computed in one step."""
 
     seq: Seq

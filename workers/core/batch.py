@@ -1,0 +1,95 @@
+"""Who runs in the next step, and how many of whose tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from deepinfer.kvstore.core.requests import SamplingParams
+from deepinfer.workers.core.blocks import BlockManager
+from deepinfer.workers.core.config import WorkerConfig
+from deepinfer.workers.core.events import Chunk
+from deepinfer.workers.core.sequence import Resident
+
+
+class Batch(NamedTuple):
+    """One step's chunks with their residents, and what could not be served."""
+
+    chunks: tuple[Chunk, ...]
+    residents: tuple[Resident, ...]
+    blocks_short: int
+    """Blocks that residents need for their next token and cannot get."""
+
+
+def plan(
+    residents: Iterable[Resident], blocks: BlockManager, spare_blocks: int, config: WorkerConfig
+) -> Batch:
+    """Choose the next step and give its residents the blocks it needs.
+
+    Decodes come first, those that have waited longest at the front, then prefill chunks by
+    arrival. While a prefill waits, one seat is offered to it (with a single seat the two take
+    turns), and ``max_batch_tokens >= max_batch_seqs`` keeps it a token: neither kind starves the
+    other. Whoever lacks a block is left out and counted; the others go on. ``spare_blocks`` is
+    what growth may take: the available blocks less those promised.
+    """
+    ready = [resident for resident in residents if resident.ready]
+    decodes = sorted(
+        (r for r in ready if r.remaining == 1), key=lambda r: (r.last_step, r.arrival, r.seq)
+    )
+    prefills = sorted((r for r in ready if r.remaining > 1), key=lambda r: (r.arrival, r.seq))
+    seats = config.max_batch_seqs
+    decode_seats = seats
+    if prefills and decodes:
+        decode_seats = seats - 1
+        if seats == 1 and decodes[0].last_step < min(r.last_step for r in prefills):
+            decode_seats = 1
+    tokens = config.max_batch_tokens
+    chunks: list[Chunk] = []
+    chosen: list[Resident] = []
+    short = 0
+    for resident in [*decodes[:decode_seats], *prefills, *decodes[decode_seats:]]:
+        if len(chosen) == seats or tokens == 0:
+            break
+        count = min(resident.remaining, config.prefill_chunk_tokens, tokens)
+        missing = config.blocks_for(resident.computed + count) - len(resident.blocks)
+        if missing > spare_blocks:
+            # A prefill takes what fits; a decode, or a prefill that fits nothing, waits.
+            room = (len(resident.blocks) + spare_blocks) * config.block_size - resident.computed
+            short += missing - spare_blocks
+            if room <= 0:
+                continue
+            count, missing = min(count, room), spare_blocks
+        if missing > 0:
+            resident.blocks += blocks.allocate(missing)
+            spare_blocks -= missing
+        chunks.append(_chunk(resident, count))
+        chosen.append(resident)
+        tokens -= count
+    return Batch(tuple(chunks), tuple(chosen), short)
+
+
+def _chunk(resident: Resident, count: int) -> Chunk:
+    assert resident.record is not None
+    end = resident.computed + count
+    sample = end == len(resident.tokens)
+    penalised = sample and counts_output(resident.record.sampling)
+    return Chunk(
+        resident.seq,
+        resident.run,
+        resident.computed,
+        tuple(resident.tokens[resident.computed : end]),
+        tuple(resident.blocks),
+        sample,
+        len(resident.generated),
+        resident.record,
+        tuple(token.id for token in resident.generated) if penalised else (),
+    )
+
+
+def counts_output(sampling: SamplingParams) -> bool:
+    """Whether a penalty looks at the tokens generated so far."""
+    return bool(
+        sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.repetition_penalty != 1.0
+    )

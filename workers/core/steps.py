@@ -1,0 +1,104 @@
+"""The step loop: one plan in flight, and what its end changes."""
+
+from __future__ import annotations
+
+from deepinfer.kvstore.core.states import State
+from deepinfer.workers.core.batch import plan
+from deepinfer.workers.core.events import RunStep, StepDone, StepPlan
+from deepinfer.workers.core.roster import Roster
+from deepinfer.workers.core.sequence import Resident
+from deepinfer.workers.core.talk import Talk
+
+
+class Steps:
+    """Starts a step whenever none is in flight and somebody can run."""
+
+    def __init__(self, roster: Roster, talk: Talk) -> None:
+        self._roster = roster
+        self._talk = talk
+        self._number = 0
+        self._running: StepPlan | None = None
+        self._members: tuple[Resident, ...] = ()
+        self.blocks_short = 0
+        self.starved = False
+        """Somebody is ready and nobody could be given the blocks for a step."""
+
+    @property
+    def in_flight(self) -> StepPlan | None:
+        return self._running
+
+    def pump(self) -> None:
+        """Start the next step if there is one."""
+        if self._running is not None:
+            return
+        roster = self._roster
+        residents = roster.residents.values()
+        batch = plan(residents, roster.blocks, roster.spare, roster.config)
+        starved = not batch.chunks and any(resident.ready for resident in residents)
+        if starved != self.starved or (batch.blocks_short > 0) != (self.blocks_short > 0):
+            roster.changed = True
+        self.blocks_short, self.starved = batch.blocks_short, starved
+        if not batch.chunks:
+            return
+        self._number += 1
+        self._running = StepPlan(self._number, batch.chunks)
+        self._members = batch.residents
+        for resident in batch.residents:
+            resident.in_step, resident.step_stale = True, False
+        roster.out.append(RunStep(self._running))
+
+    def done(self, event: StepDone, now_ms: int) -> tuple[Resident, ...]:
+        """Apply the step in flight; return the residents that took part and are still here.
+
+        KV and tokens count for a resident under whatever run it has by now: they are this
+        worker's, and its gateway's word decides what is sent.
+        """
+        running, roster = self._running, self._roster
+        if running is None or event.step != running.step:
+            return ()
+        self._running = None
+        roster.step_ended()
+        roster.counters.steps += 1
+        outputs = {output.seq: output.token for output in event.outputs}
+        present: list[Resident] = []
+        for chunk, resident in zip(running.chunks, self._members, strict=True):
+            resident.in_step = False
+            if roster.residents.get(chunk.seq) is not resident:
+                continue
+            present.append(resident)
+            end = chunk.start + len(chunk.token_ids)
+            computed = tuple(resident.tokens[chunk.start : end])
+            if resident.step_stale or not resident.blocks or chunk.token_ids != computed:
+                continue  # The gateway's tokens parted from ours while the step ran.
+            resident.computed = end
+            resident.last_step = running.step
+            roster.counters.tokens_computed += len(chunk.token_ids)
+            self._announce(resident)
+            token = outputs.get(chunk.seq)
+            if chunk.sample and token is not None and end == len(resident.tokens):
+                roster.counters.tokens_generated += 1
+                resident.accept(token)
+                self._settle(resident, now_ms)
+        self._members = ()
+        return tuple(present)
+
+    def _settle(self, resident: Resident, now_ms: int) -> None:
+        roster = self._roster
+        if resident.finish is not None:
+            roster.finish(resident)
+        elif resident.state is State.PREFILL:
+            resident.settle()
+            roster.changed = True
+        self._talk.flush(resident, now_ms)
+
+    def _announce(self, resident: Resident) -> None:
+        """Put blocks that became full into the prefix cache."""
+        blocks, size = self._roster.blocks, self._roster.config.block_size
+        if not (resident.cacheable and blocks.prefix_cache):
+            return
+        while (len(resident.chain) + 1) * size <= resident.computed:
+            index = len(resident.chain)
+            parent = resident.chain[-1] if resident.chain else blocks.root
+            digest = blocks.digest(parent, resident.tokens[index * size : (index + 1) * size])
+            resident.chain.append(digest)
+            blocks.register(resident.blocks[index], digest)
