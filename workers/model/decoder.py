@@ -1,0 +1,184 @@
+"""The decoder: one forward pass over rows of tokens, whatever family the config describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kvstore.core.layout import KvDtype, KvLayout
+from deepinfer.workers.backends.base import Backend, Linear, Plan
+from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.weights import LoadedModel, WeightSource
+from deepinfer.workers.pool import PagedPool
+
+MLP_WIDTH_MULTIPLE: Final = 32
+"""gate, up and down are zero-padded to a multiple of this: whole vectors, and 16-byte rows."""
+
+ROPE_CHUNK: Final = 1024
+"""Positions that RoPE's table grows by."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """Packed weights of one layer; ``qkv`` and ``gate_up`` are fused."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class RopeTable:
+    """cos and sin of ``position * inverse frequency``, float32 ``[positions, head_dim / 2]``.
+
+    Angles are float32 products, as the models were trained with; cos and sin are rounded from
+    float64. Each position's values are the same however the table grew.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32)
+        self._inverse = 1.0 / (config.rope_theta ** (exponents / config.head_dim))
+        if config.rope_divisors is not None:
+            self._inverse /= torch.tensor(config.rope_divisors, dtype=torch.float32)
+        self._device = device
+        self._cos = self._sin = torch.empty((0, config.head_dim // 2), device=device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for int64 ``[rows]`` positions: two ``[rows, head_dim / 2]``."""
+        needed = int(positions.max()) + 1
+        while self._cos.shape[0] < needed:
+            start = self._cos.shape[0]
+            place = torch.arange(start, start + ROPE_CHUNK, dtype=torch.float32)
+            angle = torch.outer(place, self._inverse).to(torch.float64)
+            self._cos = torch.cat((self._cos, angle.cos().to(self._device, torch.float32)))
+            self._sin = torch.cat((self._sin, angle.sin().to(self._device, torch.float32)))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+class Decoder:
+    """A model packed for one backend. Owns the weights; holds no KV and no request.
+
+    ``embedding`` keeps the checkpoint's dtype; rows are widened when looked up.
+    """
+
+    def __init__(self, model: LoadedModel, backend: Backend) -> None:
+        self.config = model.config
+        self.fingerprint = model.fingerprint
+        self.backend = backend
+        config, weights = model.config, model.weights
+        self.embedding = weights.read("model.embed_tokens.weight").to(backend.device)
+        self.layers = [
+            _pack_layer(config, weights, layer, backend) for layer in range(config.layers)
+        ]
+        self.norm = _vector(weights, "model.norm.weight", backend)
+        head = self.embedding if config.tied_embeddings else weights.read("lm_head.weight")
+        self.head = backend.pack_linear(head, None)
+        self.rope = RopeTable(config, backend.device)
+
+    def linears(self) -> list[Linear]:
+        """All packed weights, the LM head last."""
+        packed = [
+            linear
+            for layer in self.layers
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
+        return [*packed, self.head]
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device."""
+        packed = sum(linear.nbytes for linear in self.linears())
+        return packed + self.embedding.numel() * self.embedding.element_size()
+
+    def kv_layout(self, dtype: KvDtype, block_size: int) -> KvLayout:
+        """The layout of a pool for this model."""
+        return kv_layout(self.config, dtype, block_size)
+
+    def forward(self, token_ids: Tensor, plan: Plan, pool: PagedPool) -> Tensor:
+        """Write the step's KV and return the residual stream ``[padded_rows, hidden]``, float32.
+
+        ``token_ids`` int64 ``[padded_rows]`` (padding rows: any valid id).
+        """
+        config, backend = self.config, self.backend
+        heads, kv_heads = config.heads, config.kv_heads
+        residual = F.embedding(token_ids, self.embedding).to(torch.float32)
+        cos, sin = self.rope.at(plan.positions)
+        for index, layer in enumerate(self.layers):
+            normed = backend.rms_norm(residual, layer.input_norm, config.rms_eps)
+            qkv = backend.linear(normed, layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
+            q_and_k = qkv[:, : heads + kv_heads]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = backend.rms_norm(q_and_k[:, :heads], layer.q_norm, config.rms_eps)
+                k = backend.rms_norm(q_and_k[:, heads:], layer.k_norm, config.rms_eps)
+                q_and_k = torch.cat((q, k), dim=1)
+            rotated = backend.rope(q_and_k, cos, sin)
+            backend.kv_write(pool, index, rotated[:, heads:], qkv[:, heads + kv_heads :], plan)
+            mixed = backend.attention(pool, index, rotated[:, :heads], plan)
+            residual += backend.linear(mixed, layer.out)
+            normed = backend.rms_norm(residual, layer.mlp_norm, config.rms_eps)
+            gated = backend.silu_mul(backend.linear(normed, layer.gate_up))
+            residual += backend.linear(gated, layer.down)
+        return residual
+
+    def logits(self, residual: Tensor) -> Tensor:
+        """Final norm and LM head: ``[rows, hidden]`` to float32 ``[rows, vocab]``."""
+        normed = self.backend.rms_norm(residual, self.norm, self.config.rms_eps)
+        return self.backend.linear(normed, self.head)
+
+
+def kv_layout(config: ModelConfig, dtype: KvDtype, block_size: int) -> KvLayout:
+    """The layout of a pool for a model of ``config``."""
+    return KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
+
+
+def _pack_layer(
+    config: ModelConfig, weights: WeightSource, layer: int, backend: Backend
+) -> DecoderLayer:
+    prefix = f"model.layers.{layer}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    padding = -config.intermediate_size % MLP_WIDTH_MULTIPLE
+    if config.fused_projections:
+        qkv = weights.read(f"{attention}.qkv_proj.weight")
+        gate, up = weights.read(f"{mlp}.gate_up_proj.weight").chunk(2)
+    else:
+        qkv = torch.cat([weights.read(f"{attention}.{part}_proj.weight") for part in "qkv"])
+        gate = weights.read(f"{mlp}.gate_proj.weight")
+        up = weights.read(f"{mlp}.up_proj.weight")
+    qkv_bias = gate_up_bias = None
+    if config.qkv_bias:
+        qkv_bias = torch.cat([weights.read(f"{attention}.{part}_proj.bias") for part in "qkv"])
+    if config.mlp_bias:
+        gate_up_bias = torch.cat(
+            [
+                F.pad(weights.read(f"{mlp}.{part}_proj.bias"), (0, padding))
+                for part in ("gate", "up")
+            ]
+        )
+    gate_up = torch.cat([F.pad(part, (0, 0, 0, padding)) for part in (gate, up)])
+    down = F.pad(weights.read(f"{mlp}.down_proj.weight"), (0, padding))
+    return DecoderLayer(
+        input_norm=_vector(weights, f"{prefix}.input_layernorm.weight", backend),
+        qkv=backend.pack_linear(qkv, qkv_bias),
+        q_norm=_vector(weights, f"{attention}.q_norm.weight", backend) if config.qk_norm else None,
+        k_norm=_vector(weights, f"{attention}.k_norm.weight", backend) if config.qk_norm else None,
+        out=backend.pack_linear(
+            weights.read(f"{attention}.o_proj.weight"),
+            weights.read(f"{attention}.o_proj.bias") if config.o_bias else None,
+        ),
+        mlp_norm=_vector(weights, f"{prefix}.post_attention_layernorm.weight", backend),
+        gate_up=backend.pack_linear(gate_up, gate_up_bias),
+        down=backend.pack_linear(
+            down, weights.read(f"{mlp}.down_proj.bias") if config.mlp_bias else None
+        ),
+    )
+
+
+def _vector(weights: WeightSource, name: str, backend: Backend) -> Tensor:
+    return weights.read(name).to(backend.device, torch.float32)

@@ -1,0 +1,134 @@
+"""Runs a step: slices of requests in, logits out, KV left in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.workers.backends.base import Backend, RowSpan
+from deepinfer.workers.model.decoder import Decoder
+from deepinfer.workers.model.weights import LoadedModel
+from deepinfer.workers.pool import PagedPool
+
+LOGIT_ROWS: Final = 64
+"""Rows that go through the LM head at once: bounds a step's logits of all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One request's rows in a step.
+
+    ``token_ids`` are the tokens to compute, ``start`` the position of the first of them (equally:
+    how many tokens are cached), ``block_table`` the blocks of positions ``0 .. start + n - 1``
+    (more may follow), ``logits`` whether the last row's logits are wanted.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    logits: bool
+
+
+class ModelRunner:
+    """A decoder bound to a pool. Only the engine thread may call it.
+
+    ``model`` is a loaded checkpoint, or a decoder that another runner already packed (several
+    pools may share one copy of the weights).
+
+    Raises ValueError when the pool's layout is not the model's.
+    """
+
+    def __init__(self, model: LoadedModel | Decoder, pool: PagedPool, backend: Backend) -> None:
+        config = model.config
+        expected = (config.layers, config.kv_heads, config.head_dim)
+        layout = pool.layout
+        if (layout.layers, layout.kv_heads, layout.head_dim) != expected:
+            raise ValueError(
+                f"pool has (layers, kv_heads, head_dim) = "
+                f"{(layout.layers, layout.kv_heads, layout.head_dim)}, the model {expected}"
+            )
+        self.decoder = model if isinstance(model, Decoder) else Decoder(model, backend)
+        self.config = config
+        self.pool = pool
+        self.backend = backend
+        with torch.inference_mode():
+            backend.calibrate(self.decoder.linears(), layout)
+
+    @torch.inference_mode()
+    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        """Compute ``slices`` in one step.
+
+        Returns float32 ``[slices that want logits, vocab]``, in their order. Every slice's K and
+        V are in the pool afterwards. Blocks that two slices share must not be written by either
+        (only positions ``>= start`` are written).
+
+        Raises ValueError naming the slice for: no tokens, a token id outside the vocabulary,
+        positions beyond the model's or the block table's reach, a block id outside the pool.
+        """
+        residual = self._residual(slices)
+        last, row = [], -1
+        for part in slices:
+            row += len(part.token_ids)
+            if part.logits:
+                last.append(row)
+        if not last:
+            return torch.empty((0, self.config.vocab_size))
+        rows = torch.tensor(last, device=self.backend.device)
+        return self.decoder.logits(residual.index_select(0, rows))
+
+    @torch.inference_mode()
+    def forward_all(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        """As ``forward``, with logits of every row: float32 ``[rows of all slices, vocab]``.
+
+        For prompt log-probabilities and perplexity; ``SequenceSlice.logits`` is not looked at.
+        """
+        residual = self._residual(slices)[: sum(len(part.token_ids) for part in slices)]
+        return torch.cat([self.decoder.logits(part) for part in torch.split(residual, LOGIT_ROWS)])
+
+    def _residual(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        if not slices:
+            raise ValueError("forward needs at least one slice")
+        for index, part in enumerate(slices):
+            self._validate(index, part)
+        plan = self.backend.plan(
+            [RowSpan(part.start, len(part.token_ids), part.block_table) for part in slices],
+            self.pool.layout,
+            self.config.heads,
+        )
+        tokens = [token for part in slices for token in part.token_ids]
+        tokens += [0] * (plan.padded_rows - len(tokens))
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.backend.device)
+        return self.decoder.forward(ids, plan, self.pool)
+
+    def _validate(self, index: int, part: SequenceSlice) -> None:
+        layout = self.pool.layout
+        count = len(part.token_ids)
+        end = part.start + count
+        if count < 1 or part.start < 0:
+            raise ValueError(f"slice {index}: {count} tokens from position {part.start}")
+        if min(part.token_ids) < 0 or max(part.token_ids) >= self.config.vocab_size:
+            raise ValueError(
+                f"slice {index}: token ids must be in 0..{self.config.vocab_size - 1}, got "
+                f"{min(part.token_ids)}..{max(part.token_ids)}"
+            )
+        if end > self.config.max_positions:
+            raise ValueError(
+                f"slice {index}: position {end - 1} is beyond the model's "
+                f"{self.config.max_positions} positions"
+            )
+        blocks = layout.blocks_for(end)
+        if len(part.block_table) < blocks:
+            raise ValueError(
+                f"slice {index}: {end} tokens need {blocks} blocks, the table has "
+                f"{len(part.block_table)}"
+            )
+        used = part.block_table[:blocks]
+        if min(used) < 0 or max(used) >= self.pool.num_blocks:
+            raise ValueError(
+                f"slice {index}: block ids must be in 0..{self.pool.num_blocks - 1}, got "
+                f"{min(used)}..{max(used)}"
+            )

@@ -1,0 +1,169 @@
+"""Weights as a checkpoint offers them: named, lazily read, never all in memory at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from deepinfer.workers.model.config import ModelConfig
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in total) after each tensor is read."""
+
+_SAMPLES: Final = 8
+_SAMPLE_BYTES: Final = 64
+
+
+class CheckpointError(ValueError):
+    """A checkpoint file is damaged, incomplete, or not what it claims; the message says where."""
+
+
+class WeightSource(Protocol):
+    """Tensors by their Hugging Face names.
+
+    Quantised tensors come out as float32, others in the dtype they are stored in. Every ``read``
+    returns a fresh tensor or a view of a private mapping: keep it as long as you need it.
+    """
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, in a stable order."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor. Raises CheckpointError when it is not there."""
+        ...
+
+    def raw(self, name: str) -> memoryview:
+        """The stored bytes of one tensor (what identifies it)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWeights:
+    """A ``WeightSource`` over tensors in memory (tests and random models)."""
+
+    tensors: Mapping[str, Tensor]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor. Raises CheckpointError when it is not there."""
+        if name not in self.tensors:
+            raise CheckpointError(f"tensor {name} is missing")
+        return self.tensors[name]
+
+    def raw(self, name: str) -> memoryview:
+        """The bytes of one tensor."""
+        return self.read(name).contiguous().flatten().view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A checkpoint that was opened and checked: every tensor is there with the right shape.
+
+    ``fingerprint`` identifies config and weights: KV computed by one model is only ever read by a
+    model of the same fingerprint.
+    """
+
+    config: ModelConfig
+    weights: WeightSource
+    fingerprint: str
+
+
+def open_model(config: ModelConfig, weights: WeightSource) -> LoadedModel:
+    """Check that ``weights`` hold what ``config`` needs, and fingerprint them.
+
+    Raises CheckpointError listing missing tensors, or naming one with a wrong shape.
+    """
+    expected = expected_shapes(config)
+    present = weights.shapes()
+    missing = [name for name in expected if name not in present]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"missing tensors: {', '.join(missing[:3])}{more}")
+    for name, shape in expected.items():
+        if tuple(present[name]) != shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(present[name])}, config asks for {list(shape)}"
+            )
+    return LoadedModel(config, weights, fingerprint(config, weights))
+
+
+def fingerprint(config: ModelConfig, weights: WeightSource) -> str:
+    """SHA-256 (first 32 hex digits) of config, tensor names and shapes, and sampled bytes.
+
+    From every tensor ``_SAMPLES`` evenly spaced runs of ``_SAMPLE_BYTES`` are hashed, so a
+    fine-tune of the same shape differs without reading gigabytes.
+    """
+    digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
+    for name in expected_shapes(config):
+        raw = weights.raw(name)
+        digest.update(f"{name}:{weights.shapes()[name]}:{raw.nbytes}".encode())
+        step = max(1, raw.nbytes // _SAMPLES)
+        for start in range(0, raw.nbytes, step):
+            digest.update(raw[start : start + _SAMPLE_BYTES])
+    return digest.hexdigest()[:32]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that a decoder of ``config`` reads."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.layers):
+        attention = f"model.layers.{layer}.self_attn"
+        mlp = f"model.layers.{layer}.mlp"
+        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (hidden,)
+        if config.fused_projections:
+            shapes[f"{attention}.qkv_proj.weight"] = (config.qkv_rows, hidden)
+        else:
+            for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+                shapes[f"{attention}.{name}_proj.weight"] = (rows, hidden)
+                if config.qkv_bias:
+                    shapes[f"{attention}.{name}_proj.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[f"{attention}.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{attention}.k_norm.weight"] = (config.head_dim,)
+        shapes[f"{attention}.o_proj.weight"] = (hidden, q_rows)
+        if config.o_bias:
+            shapes[f"{attention}.o_proj.bias"] = (hidden,)
+        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (hidden,)
+        if config.fused_projections:
+            shapes[f"{mlp}.gate_up_proj.weight"] = (2 * width, hidden)
+        else:
+            shapes[f"{mlp}.gate_proj.weight"] = (width, hidden)
+            shapes[f"{mlp}.up_proj.weight"] = (width, hidden)
+        shapes[f"{mlp}.down_proj.weight"] = (hidden, width)
+        if config.mlp_bias:
+            shapes[f"{mlp}.gate_proj.bias"] = (width,)
+            shapes[f"{mlp}.up_proj.bias"] = (width,)
+            shapes[f"{mlp}.down_proj.bias"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def random_model(config: ModelConfig, seed: int) -> LoadedModel:
+    """A model of ``config`` with random weights: float32, scaled so that activations stay near 1.
+
+    Deterministic in ``config`` and ``seed``. For tests and for trying a cluster without weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        if "norm" in name:
+            tensors[name] = 1.0 + 0.1 * torch.randn(shape, generator=generator)
+        elif name.endswith("bias"):
+            tensors[name] = 0.2 * torch.randn(shape, generator=generator)
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    return open_model(config, MemoryWeights(tensors))
