@@ -75,7 +75,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
-        except (TypeError, ValueError, LookupError, ArithmeticError, OverflowError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             # A template is a program: "1" + 1 in it raises what Python raises.
             raise ChatTemplateError(
                 f"the chat template failed: {type(error).__name__}: {error}"

@@ -47,7 +47,7 @@ def load_huggingface_tokenizer(folder: Path) -> Tokenizer:
     config = _read_json(folder / "tokenizer_config.json", required=False)
     form = token_form(spec.get("decoder"), str(file))
     try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the binding raises bare Exception
         raise TokenizerError(f"{file}: {error}") from error
     backend.no_truncation()
