@@ -1,0 +1,228 @@
+"""A client's process: the SDK's core, one request, and a caller with a life of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.client.core.events import (
+    AbortAnswered,
+    AbortRequested,
+    CloseStream,
+    Deliver,
+    Fail,
+    Failure,
+    Got,
+    OpenGenerate,
+    OpenResume,
+    SendAbort,
+    Start,
+    StreamEnded,
+    Succeed,
+    Tick,
+    Wait,
+)
+from deepinfer.client.core.resume import ClientConfig, ClientCore
+from deepinfer.deploy.sim.checker import ViolationError
+from deepinfer.deploy.sim.host import Host
+from deepinfer.deploy.sim.network import Stream
+from deepinfer.deploy.sim.plan import FINISH_MS, ClientPlan
+from deepinfer.gateway.core.events import EndStream
+from deepinfer.kvstore.core.ids import RequestId, Seq, StreamId
+from deepinfer.kvstore.core.messages import Accepted, Delta, Finished
+from deepinfer.kvstore.core.requests import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.deploy.sim.world import World
+
+
+class ClientHost(Host):
+    """One client with one request."""
+
+    __slots__ = (
+        "_attempts",
+        "_due",
+        "aborted",
+        "at_gateway",
+        "ended_ms",
+        "failure",
+        "plan",
+        "request",
+        "sampling",
+        "succeeded",
+        "wants_notices",
+    )
+
+    def __init__(self, world: World, plan: ClientPlan) -> None:
+        super().__init__(world, plan.name, Tick())
+        self.plan = plan
+        self.sampling = SamplingParams(
+            max_tokens=plan.max_tokens,
+            min_tokens=plan.min_tokens,
+            n=plan.choices,
+            stop=("stop",) if plan.stop_pair is not None else (),
+        )
+        self.wants_notices = plan.seed % 2 == 0
+        self.at_gateway: dict[Stream, StreamId] = {}
+        """The gateway's name for each open stream."""
+        self._attempts: dict[Stream, int] = {}
+        self._due = 0
+        self.request: RequestId | None = None
+        """Set once the request is accepted: from then on it has to finish."""
+        self.aborted = False
+        self.failure: Fail | None = None
+        self.succeeded = False
+        self.ended_ms: int | None = None
+        self._performers = {
+            OpenGenerate: self._open,
+            OpenResume: self._open,
+            CloseStream: self._close,
+            Deliver: self._deliver,
+            SendAbort: self._send_abort,
+            Wait: self._wait,
+            Succeed: self._succeed,
+            Fail: self._fail,
+        }
+
+    def start(self) -> None:
+        """Come, and send the request."""
+        super().start()
+        self.core = ClientCore(
+            tuple(self.world.gateways),
+            self.plan.choices,
+            ClientConfig(accept_timeout_ms=800, backoff_max_ms=500, give_up_ms=10 * FINISH_MS),
+        )
+        self.drive(Start(self.engine.rng.random()))
+        for after_ms in self.plan.cut_after_ms:
+            self.after(after_ms, self.cut)
+        if self.plan.abort_after_ms is not None:
+            self.after(self.plan.abort_after_ms, self.abort)
+        if self.plan.vanish_after_ms is not None:
+            self.after(self.plan.vanish_after_ms, self.vanish)
+
+    # ---- what a caller may do ----
+
+    def abort(self) -> None:
+        """The user no longer wants it."""
+        if self.ended_ms is None:
+            self.aborted = True
+            self.drive(AbortRequested())
+
+    def vanish(self) -> None:
+        """The process ends without a word."""
+        for stream in list(self._attempts):
+            stream.cut()
+        self.kill()
+
+    def cut(self) -> None:
+        """The connection breaks."""
+        for stream in list(self._attempts):
+            stream.cut()
+
+    # ---- streams ----
+
+    def _open(self, effect: OpenGenerate | OpenResume) -> None:
+        gateway = self.world.gateways[effect.endpoint]
+        stream = Stream(
+            self.world.network,
+            self,
+            gateway,
+            arrive_a=self._got,
+            arrive_b=gateway.from_client,
+            down_a=self._broken,
+            down_b=gateway.client_gone,
+        )
+        self._attempts[stream] = effect.attempt
+        stream.send(self, effect)
+
+    def _got(self, stream: Stream, message: Any) -> None:
+        attempt = self._attempts.get(stream)
+        if attempt is None:
+            return
+        if isinstance(message, EndStream):
+            self._ended(stream, message.code.value, message.message)
+            stream.cut()
+        else:
+            self.drive(Got(attempt, message))
+
+    def _broken(self, stream: Stream) -> None:
+        self._ended(stream, "UNAVAILABLE", "connection lost")
+
+    def _ended(self, stream: Stream, code: str, detail: str) -> None:
+        attempt = self._attempts.pop(stream, None)
+        if attempt is not None:
+            self.drive(StreamEnded(attempt, code, detail, self.engine.rng.random()))
+
+    def _close(self, effect: CloseStream) -> None:
+        for stream, attempt in list(self._attempts.items()):
+            if attempt == effect.attempt:
+                del self._attempts[stream]
+                stream.cut()
+
+    def _send_abort(self, effect: SendAbort) -> None:
+        attempt = effect.attempt
+        self.call(
+            self.world.gateways[effect.endpoint],
+            effect,
+            self.world.gateways[effect.endpoint].serve_abort,
+            lambda _: self.drive(AbortAnswered(attempt, True, self.engine.rng.random())),
+            lambda: self.drive(AbortAnswered(attempt, False, self.engine.rng.random())),
+            400,
+        )
+
+    def _wait(self, effect: Wait) -> None:
+        self._due += 1
+        delay = max(0, effect.due_ms - self.engine.now_ms)
+        self.after(delay, self._woken, self._due)
+
+    def _woken(self, due: int) -> None:
+        if due == self._due:
+            self.drive(Tick(self.engine.rng.random()))
+
+    # ---- what the caller gets ----
+
+    def _deliver(self, effect: Deliver) -> None:
+        message = effect.message
+        history = self.world.history
+        if isinstance(message, Accepted):
+            if self.request is not None and self.request != message.request:
+                raise ViolationError(f"{self.name}: accepted as {self.request}, {message.request}")
+            self.request = message.request
+        elif isinstance(message, Delta):
+            assert self.request is not None, message
+            seq = Seq(self.request, message.choice)
+            tokens = tuple(token.id for token in message.tokens)
+            history.delivered(self.name, seq, message.index, tokens)
+        elif isinstance(message, Finished):
+            assert self.request is not None, message
+            seq = Seq(self.request, message.choice)
+            history.finished(self.name, seq, message.reason, may_be=self._provoked())
+
+    def _provoked(self) -> tuple[FinishReason, ...]:
+        provoked = []
+        if self.aborted:
+            provoked.append(FinishReason.ABORT)
+        if self.plan.deadline_after_ms is not None:
+            provoked.append(FinishReason.DEADLINE)
+        if self.world.may_refuse(self.plan):
+            provoked.append(FinishReason.ERROR)
+        return tuple(provoked)
+
+    def _succeed(self, effect: Succeed) -> None:
+        self._end()
+        self.succeeded = True
+
+    def _fail(self, effect: Fail) -> None:
+        self._end()
+        self.failure = effect
+        excused = {
+            Failure.ABORTED: self.aborted,
+            Failure.EXHAUSTED: self.world.may_refuse(self.plan),
+            Failure.UNAVAILABLE: self.request is None,
+        }
+        if not excused.get(effect.failure, False):
+            raise ViolationError(f"{self.name}: {self.request} failed: {effect}")
+
+    def _end(self) -> None:
+        if self.ended_ms is not None:
+            raise ViolationError(f"{self.name}: ended twice")
+        self.ended_ms = self.engine.now_ms

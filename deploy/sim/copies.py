@@ -1,0 +1,276 @@
+"""Copies between a worker's pool and a store's slab, block by block, as a shell makes them.
+
+On one node the worker reads and writes the mapped slab itself; between nodes the payload travels
+in a stream and the store's handler does it. Either way nothing is hashed but what was copied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepinfer.deploy.sim.checker import ViolationError
+from deepinfer.deploy.sim.store_host import Block, Mapped, Mapping, PutStream, Slab, hash_blocks
+from deepinfer.kvstore.core.events import BeginGet, BeginPut, FinishPut, GetGrant, PutGrant, PutId
+from deepinfer.kvstore.core.ids import Incarnation
+from deepinfer.kvstore.core.manifest import Manifest
+from deepinfer.kvstore.core.messages import StoreReply, StoreStatus
+from deepinfer.workers.core.events import FetchDone, FetchPayload, PutDone, PutPayload
+
+if TYPE_CHECKING:
+    from deepinfer.deploy.sim.worker_host import WorkerHost
+
+_CALL_MS = 400
+
+
+class Put:
+    """One copy out of the pool; it ends in exactly one ``PutDone``."""
+
+    __slots__ = (
+        "_aborted",
+        "_asked",
+        "_copied",
+        "_mapping",
+        "_over",
+        "_store",
+        "_worker",
+        "put_id",
+        "store_life",
+    )
+
+    def __init__(self, worker: WorkerHost, asked: PutPayload) -> None:
+        self._worker = worker
+        self._asked = asked
+        self._store = worker.world.stores[asked.store]
+        self.store_life = Incarnation(self._store.life)
+        """The life of the store that the worker is connected to."""
+        self.put_id: PutId | None = None
+        self._copied: list[Block] = []
+        self._aborted = False
+        self._over = False
+        body = BeginPut(
+            asked.ticket,
+            worker.ref,
+            len(asked.block_ids) * worker.world.block_bytes,
+            worker.plan.node == self._store.plan.node,
+            self.store_life,
+        )
+        self._mapping = Mapping(worker.ref, body)
+
+    def begin(self) -> None:
+        """Ask for pages, or copy to host memory at once if the payload goes by stream."""
+        if self._mapping.body.shared:
+            self._worker.call(
+                self._store,
+                self._mapping,
+                self._store.serve_put,
+                self._granted,
+                lambda: self._end(ok=False, detail="no answer"),
+                _CALL_MS,
+            )
+        else:
+            self._worker.after(1, self._copy_to_host)
+
+    def abort(self) -> None:
+        """Stop at the next block."""
+        self._aborted = True
+
+    def _read_block(self) -> Block:
+        """Copy the next block out of the pool; it must hold what the payload will claim."""
+        worker, asked = self._worker, self._asked
+        number = len(self._copied)
+        size = worker.world.block_size
+        start, end = number * size, min((number + 1) * size, len(asked.token_ids))
+        whole = worker.world.history.answer(asked.seq)
+        block = tuple(worker.pool[asked.block_ids[number]])
+        if asked.token_ids != whole.sequence[: len(asked.token_ids)]:
+            raise ViolationError(f"{worker}: payload of {asked.seq} claims tokens not its own")
+        if block[: end - start] != whole.kv[start:end]:
+            raise ViolationError(f"{worker}: {asked.seq} swaps out KV that is not its own")
+        self._copied.append(block)
+        return block
+
+    # ---- same node ----
+
+    def _granted(self, granted: Mapped[PutGrant]) -> None:
+        grant, slab = granted.body, granted.slab
+        if grant.put is None:
+            self._end(ok=False, detail=grant.status.value)
+            return
+        self.put_id = grant.put
+        self._write(grant, slab)
+
+    def _write(self, grant: PutGrant, slab: Slab) -> None:
+        assert grant.put is not None
+        if self._aborted or self._worker.revoked(grant.put):
+            self._end(ok=False, detail="aborted")
+            return
+        number = len(self._copied)
+        if number < len(self._asked.block_ids):
+            slab[grant.pages[number]] = self._read_block()
+            self._worker.after(1 + self._worker.engine.rng.randrange(3), self._write, grant, slab)
+            return
+        body = FinishPut(
+            ticket=self._asked.ticket,
+            put=grant.put,
+            received_bytes=number * self._worker.world.block_bytes,
+            hash_ok=True,
+            manifest=self._manifest(),
+        )
+        # What the slab holds is verified by the store: it reads the pages itself.
+        self._worker.call(
+            self._store,
+            body,
+            self._store.serve_finish_put,
+            self._finished,
+            lambda: self._end(ok=False, detail="no answer"),
+            _CALL_MS,
+        )
+
+    def _finished(self, reply: StoreReply) -> None:
+        self._end(ok=reply.status is StoreStatus.OK, detail=reply.status.value)
+
+    # ---- between nodes ----
+
+    def _copy_to_host(self) -> None:
+        if self._aborted:
+            self._end(ok=False, detail="aborted")
+        elif len(self._copied) < len(self._asked.block_ids):
+            self._read_block()
+            self._worker.after(1 + self._worker.engine.rng.randrange(3), self._copy_to_host)
+        else:
+            self._worker.call(
+                self._store,
+                PutStream(self._mapping.body, tuple(self._copied), self._manifest()),
+                self._store.serve_put_stream,
+                self._received,
+                lambda: self._end(ok=False, detail="no answer"),
+                _CALL_MS,
+            )
+
+    def _received(self, status: StoreStatus) -> None:
+        self._end(ok=status is StoreStatus.OK, detail=status.value)
+
+    def _manifest(self) -> Manifest:
+        world = self._worker.world
+        payload_hash = hash_blocks(tuple(self._copied))
+        return Manifest(
+            dtype="fp16",
+            layout="sim",
+            block_bytes=world.block_bytes,
+            blocks=len(self._copied),
+            payload_bytes=len(self._copied) * world.block_bytes,
+            token_ids=self._asked.token_ids,
+            state=self._asked.state,
+            precision="fp16",
+            model="sim",
+            run=self._asked.run,
+            group_blocks=len(self._copied),
+            group_hashes=(payload_hash,),
+            payload_hash=payload_hash,
+        )
+
+    def _end(self, *, ok: bool, detail: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        worker = self._worker
+        self._mapping.closed = True
+        if self._mapping.body.shared:
+            delay = 1 + worker.engine.rng.randrange(5)
+            worker.engine.after(
+                delay, self._store.take, self.store_life, self._store.close, (self._mapping,)
+            )
+        payload_bytes = len(self._copied) * worker.world.block_bytes
+        worker.put_done(self, PutDone(self._asked.ticket, ok, payload_bytes, 1, detail))
+
+
+class Fetch:
+    """One copy into the pool; it ends in exactly one ``FetchDone``."""
+
+    __slots__ = ("_asked", "_cancelled", "_mapping", "_over", "_store", "_store_life", "_worker")
+
+    def __init__(self, worker: WorkerHost, asked: FetchPayload) -> None:
+        self._worker = worker
+        self._asked = asked
+        self._store = worker.world.stores[asked.store]
+        self._store_life = Incarnation(self._store.life)
+        self._cancelled = False
+        self._over = False
+        self._mapping = Mapping(worker.ref, BeginGet(asked.ticket, self._store_life))
+
+    def begin(self) -> None:
+        """Ask for the pages, or for the bytes."""
+        worker, store = self._worker, self._store
+        if worker.plan.node == store.plan.node:
+            worker.call(
+                store, self._mapping, store.serve_get, self._granted, self._no_answer, _CALL_MS
+            )
+        else:
+            worker.call(
+                store,
+                self._mapping.body,
+                store.serve_get_stream,
+                self._received,
+                self._no_answer,
+                _CALL_MS,
+            )
+
+    def cancel(self) -> None:
+        """Stop at the next block."""
+        self._cancelled = True
+
+    def _no_answer(self) -> None:
+        self._end(StoreStatus.UNREACHABLE, None, 0)
+
+    def _granted(self, granted: Mapped[GetGrant]) -> None:
+        grant, slab = granted.body, granted.slab
+        if grant.read is None:
+            self._end(grant.status, None, 0)
+            return
+        assert grant.manifest is not None
+        self._copy(grant.manifest, grant.pages, slab, 0)
+
+    def _copy(self, manifest: Manifest, pages: tuple[int, ...], slab: Slab, done: int) -> None:
+        worker, blocks = self._worker, self._asked.block_ids
+        if self._cancelled:
+            self._end(StoreStatus.UNREACHABLE, None, 0)
+        elif done < min(len(pages), len(blocks)):
+            worker.pool[blocks[done]][:] = slab.get(pages[done], ()) or [0] * len(
+                worker.pool[blocks[done]]
+            )
+            delay = 1 + worker.engine.rng.randrange(3)
+            worker.after(delay, self._copy, manifest, pages, slab, done + 1)
+        else:
+            self._verify(manifest, done)
+
+    def _received(self, answer: tuple[StoreStatus, tuple[Block, ...], Manifest | None]) -> None:
+        status, blocks, manifest = answer
+        if manifest is None:
+            self._end(status, None, 0)
+        else:
+            self._copy(manifest, tuple(range(len(blocks))), dict(enumerate(blocks)), 0)
+
+    def _verify(self, manifest: Manifest, done: int) -> None:
+        copied = tuple(tuple(self._worker.pool[block]) for block in self._asked.block_ids[:done])
+        whole = done == manifest.blocks and hash_blocks(copied) == manifest.payload_hash
+        if not whole and not self._worker.world.rotted:
+            raise ViolationError(
+                f"{self._worker}: payload of {self._asked.ticket} is not what was committed"
+            )
+        self._end(StoreStatus.OK if whole else StoreStatus.BAD_PAYLOAD, manifest, done)
+
+    def _end(self, status: StoreStatus, manifest: Manifest | None, done: int) -> None:
+        if self._over:
+            return
+        self._over = True
+        worker, asked = self._worker, self._asked
+        self._mapping.closed = True
+        delay = 1 + worker.engine.rng.randrange(5)
+        worker.engine.after(
+            delay, self._store.take, self._store_life, self._store.close, (self._mapping,)
+        )
+        token_ids = manifest.token_ids if manifest is not None else ()
+        payload_bytes = done * worker.world.block_bytes
+        worker.fetch_done(
+            FetchDone(asked.ticket, asked.run, status, token_ids, done, 1, payload_bytes)
+        )

@@ -1,0 +1,234 @@
+"""What one seed makes of the world: its processes, its clients, its weather and its faults.
+
+Swarm style: each seed draws its own subset of faults and its own weights, so that rare ones are
+not always drowned by frequent ones, and its own corner of the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from deepinfer.deploy.sim.model import EOS, VOCABULARY
+
+FINISH_MS = 60_000
+"""How long after the last fault everything may take to finish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker: its pool and its pace."""
+
+    name: str
+    node: str
+    blocks: int
+    prefill_chunk_tokens: int
+    max_batch_tokens: int
+    max_batch_seqs: int
+    step_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePlan:
+    """One store: its budget, in blocks of payload."""
+
+    name: str
+    node: str
+    budget_blocks: int
+    tickets_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientPlan:
+    """One client and what it will do."""
+
+    name: str
+    arrival_ms: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    choices: int
+    seed: int
+    stop_ids: tuple[int, ...]
+    stop_pair: tuple[int, int] | None
+    min_tokens: int
+    deadline_after_ms: int | None
+    read_ms: int
+    """How long it takes over each message."""
+    abort_after_ms: int | None
+    vanish_after_ms: int | None
+    """When its process ends without a word."""
+    cut_after_ms: tuple[int, ...]
+    """When its stream breaks; it resumes, at the same or another gateway."""
+    priority: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeatherPlan:
+    """Delays and losses of messages while faults last."""
+
+    jitter_ms: int
+    late_share: float
+    """Share of messages that are late by up to ``late_ms``."""
+    late_ms: int
+    loss_share: float
+    """Share of calls, and of replies, that are lost."""
+    double_share: float
+    """Share of calls that are carried out twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that a seed decides before the first event."""
+
+    seed: int
+    block_size: int
+    workers: tuple[WorkerPlan, ...]
+    stores: tuple[StorePlan, ...]
+    gateways: tuple[str, ...]
+    clients: tuple[ClientPlan, ...]
+    weather: WeatherPlan
+    faults: tuple[tuple[str, float], ...]
+    """(name, weight) of the faults that may happen."""
+    fault_every_ms: int
+    """Mean time between two faults; 0 for none."""
+    fault_phase_ms: int
+    reserve_full: bool
+    growth_reserve_blocks: int
+    min_residency_tokens: int
+    reserve_slack_tokens: int
+    max_swapped_requests: int | None
+    cpu_offload: bool
+    policy: str
+    prefix_cache: bool
+    report_ms: int
+    check_always: bool
+    """Whether every core's ``check()`` runs after each of its events."""
+
+
+FAULTS = (
+    "kill_worker",
+    "kill_store",
+    "kill_gateway",
+    "kill_controller",
+    "stop_worker",
+    "stop_store",
+    "stop_gateway",
+    "stop_controller",
+    "stop_worker_long",
+    "stop_store_long",
+    "rival_controller",
+    "cut_report",
+    "cut_link",
+    "cut_client",
+    "rot",
+    "drain_worker",
+)
+
+
+def _share(rng: Random, most: float) -> float:
+    return 0.0 if rng.random() < 0.5 else rng.random() * most
+
+
+def draw(seed: int) -> Plan:
+    """Draw the plan of a seed."""
+    rng = Random(f"plan {seed}")
+    nodes = ("n0", "n1")
+    block_size = rng.choice((2, 2, 3, 4))
+    prefixes = [tuple(rng.randrange(VOCABULARY - 1) for _ in range(12)) for _ in range(2)]
+    workers = tuple(
+        WorkerPlan(
+            name=f"w{i}",
+            node=rng.choice(nodes),
+            blocks=rng.randrange(3, 13),
+            prefill_chunk_tokens=rng.choice((2, 3, 8, 64)),
+            max_batch_tokens=rng.choice((4, 8, 64)),
+            max_batch_seqs=rng.choice((1, 2, 8, 8)),
+            step_ms=rng.choice((2, 5, 15)),
+        )
+        for i in range(rng.choice((1, 2, 2, 3)))
+    )
+    largest = max(worker.blocks for worker in workers)
+    stores = tuple(
+        StorePlan(
+            name=f"s{i}",
+            node=nodes[i],
+            budget_blocks=rng.choice((0, 2, 4, 8, 32, 32)),
+            tickets_max=rng.choice((1, 4, 64, 64)),
+        )
+        for i in range(rng.choice((1, 1, 2)))
+    )
+    busy_ms = rng.choice((1, 50, 400))
+    clients = tuple(
+        _client(rng, i, prefixes, block_size, largest, busy_ms) for i in range(rng.randrange(2, 7))
+    )
+    calm = rng.random() < 0.1
+    chosen = tuple((name, 0.2 + rng.random()) for name in FAULTS if rng.random() < 0.4)
+    return Plan(
+        seed=seed,
+        block_size=block_size,
+        workers=workers,
+        stores=stores,
+        gateways=tuple(f"g{i}" for i in range(rng.choice((1, 2)))),
+        clients=clients,
+        weather=WeatherPlan(
+            jitter_ms=rng.choice((2, 5, 30)),
+            late_share=0.0 if calm else _share(rng, 0.05),
+            late_ms=rng.choice((100, 600, 3000)),
+            loss_share=0.0 if calm else _share(rng, 0.2),
+            double_share=0.0 if calm else _share(rng, 0.2),
+        ),
+        faults=() if calm else chosen,
+        fault_every_ms=0 if calm or not chosen else rng.choice((50, 150, 400)),
+        fault_phase_ms=rng.choice((500, 1500, 3000)),
+        reserve_full=rng.random() < 0.2,
+        growth_reserve_blocks=rng.choice((0, 1, 1, 2)),
+        min_residency_tokens=rng.choice((0, 1, 4, 16)),
+        reserve_slack_tokens=rng.choice((0, 2, 8)),
+        max_swapped_requests=rng.choice((0, 1, 2, None, None)),
+        cpu_offload=rng.random() < 0.9,
+        policy=rng.choice(("lru", "lru", "youngest", "cost")),
+        prefix_cache=rng.random() < 0.7,
+        report_ms=rng.choice((50, 100)),
+        check_always=seed % 8 == 0,
+    )
+
+
+def _client(
+    rng: Random,
+    number: int,
+    prefixes: list[tuple[int, ...]],
+    block_size: int,
+    largest_pool: int,
+    busy_ms: int,
+) -> ClientPlan:
+    room = largest_pool * block_size
+    # Mostly what the largest pool can hold, now and then more.
+    total = rng.randrange(2, room + 1) if rng.random() < 0.93 else room + rng.randrange(1, 4)
+    max_tokens = rng.randrange(1, min(total, 16)) if total > 1 else 1
+    length = max(1, total - max_tokens)
+    shared = rng.choice(prefixes) if rng.random() < 0.6 else ()
+    own = tuple(rng.randrange(VOCABULARY - 1) for _ in range(length))
+    prompt = (shared[: rng.randrange(0, 13)] + own)[:length]
+    fate = rng.random()
+    when = rng.randrange(1, 600)
+    return ClientPlan(
+        name=f"c{number}",
+        arrival_ms=rng.randrange(busy_ms),
+        prompt_ids=prompt,
+        max_tokens=max_tokens,
+        choices=2 if rng.random() < 0.1 else 1,
+        seed=rng.randrange(1 << 40),
+        stop_ids=(EOS,) if rng.random() < 0.5 else (),
+        stop_pair=(rng.randrange(VOCABULARY), rng.randrange(VOCABULARY))
+        if rng.random() < 0.1
+        else None,
+        min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.2 else 0,
+        deadline_after_ms=rng.randrange(20, 3000) if rng.random() < 0.1 else None,
+        read_ms=rng.choice((0, 0, 0, 3, 40)),
+        abort_after_ms=when if fate < 0.08 else None,
+        vanish_after_ms=when if 0.08 <= fate < 0.14 else None,
+        cut_after_ms=tuple(rng.randrange(1, 800) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
+        priority=rng.choice((0, 0, 0, 1)),
+        exact=rng.random() < 0.2,
+    )

@@ -1,0 +1,295 @@
+"""A worker's process: its core, its pool, the step engine and the copies in and out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.deploy.sim.checker import ViolationError
+from deepinfer.deploy.sim.copies import Fetch, Put
+from deepinfer.deploy.sim.host import Reporter
+from deepinfer.deploy.sim.network import Stream
+from deepinfer.deploy.sim.plan import WorkerPlan
+from deepinfer.kvstore.core import events as store_events
+from deepinfer.kvstore.core.events import PutId
+from deepinfer.kvstore.core.ids import (
+    GatewayId,
+    Incarnation,
+    NodeId,
+    Run,
+    Seq,
+    StoreId,
+    Ticket,
+    WorkerId,
+    WorkerRef,
+)
+from deepinfer.kvstore.core.messages import ReportReply, StoreReply, StoreStatus
+from deepinfer.kvstore.core.requests import Token
+from deepinfer.workers.core.core import WorkerCore
+from deepinfer.workers.core.events import (
+    AbortPut,
+    CancelFetch,
+    Commit,
+    CommitReply,
+    FetchDone,
+    FetchPayload,
+    ForgetSeq,
+    FromGateway,
+    GatewayDown,
+    GatewayUp,
+    PutDone,
+    PutPayload,
+    Report,
+    ReportAnswered,
+    ReportsUp,
+    Resolve,
+    ResolveReply,
+    RunStep,
+    SendToGateway,
+    StepDone,
+    StepOutput,
+    StepPlan,
+    StoreGone,
+    Tick,
+)
+
+if TYPE_CHECKING:
+    from deepinfer.deploy.sim.gateway_host import GatewayHost
+    from deepinfer.deploy.sim.world import World
+
+_CALL_MS = 400
+
+
+class WorkerHost(Reporter):
+    """One worker. ``pool[block][slot]`` is the KV number stored there."""
+
+    __slots__ = ("_fetches", "_links", "_puts", "_revoked", "_store_lives", "plan", "pool", "ref")
+
+    def __init__(self, world: World, plan: WorkerPlan) -> None:
+        super().__init__(world, plan.name, Tick())
+        self.plan = plan
+        self.ref = WorkerRef(WorkerId(plan.name), Incarnation(0))
+        self.pool: list[list[int]] = []
+        self._links: dict[GatewayId, Stream] = {}
+        self._puts: dict[Ticket, Put] = {}
+        self._fetches: dict[tuple[Ticket, Run], Fetch] = {}
+        self._revoked: set[PutId] = set()
+        self._store_lives: dict[Ticket, Incarnation] = {}
+        self._performers = {
+            SendToGateway: self._send_to_gateway,
+            RunStep: self._run_step,
+            PutPayload: self._put_payload,
+            AbortPut: self._abort_put,
+            Commit: self._commit,
+            Resolve: self._resolve,
+            FetchPayload: self._fetch_payload,
+            CancelFetch: self._cancel_fetch,
+            Report: self._report,
+            ForgetSeq: self._forget_seq,
+        }
+
+    def start(self) -> None:
+        """A new life: an empty pool and a core that knows nothing."""
+        super().start()
+        self.ref = WorkerRef(WorkerId(self.name), Incarnation(self.life))
+        self.pool = [[0] * self.world.block_size for _ in range(self.plan.blocks)]
+        self._links = {}
+        self._puts = {}
+        self._fetches = {}
+        self._revoked = set()
+        self._store_lives = {}
+        self.core = WorkerCore(
+            self.ref, NodeId(self.plan.node), self.world.worker_config(self.plan)
+        )
+        self.begin_ticking()
+        self.begin_reporting()
+        for gateway in self.world.gateways.values():
+            self.after(self.engine.rng.randrange(1, 20), self._link, gateway)
+
+    def leftovers(self) -> list[str]:
+        """What the worker still holds."""
+        if not self.up:
+            return [f"{self.name} is down"]
+        numbers = self.core.snapshot()
+        left = [f"{self.name} has {numbers['residents']}"] if numbers["residents"] else []
+        held = ("blocks_held", "blocks_quarantined", "blocks_promised")
+        left += [f"{self.name} {name} = {numbers[name]}" for name in held if numbers[name]]
+        if not left and numbers["blocks_free"] != self.plan.blocks:
+            left.append(f"{self.name} has {numbers['blocks_free']} of {self.plan.blocks} blocks")
+        return left
+
+    # ---- gateways ----
+
+    def _link(self, gateway: GatewayHost) -> None:
+        if not gateway.up or gateway.stopped:
+            self.after(20, self._link, gateway)
+            return
+        name = GatewayId(gateway.name)
+        ref = self.ref
+        stream = Stream(
+            self.world.network,
+            self,
+            gateway,
+            arrive_a=self._from_gateway,
+            arrive_b=lambda _, message: gateway.from_worker(ref, message),
+            down_a=self._unlinked,
+            down_b=lambda stream: gateway.unlinked(ref, stream),
+        )
+        self._links[name] = stream
+        gateway.linked(ref, stream)
+        self.drive(GatewayUp(name))
+
+    def _unlinked(self, stream: Stream) -> None:
+        gateway = self.world.gateways[stream.peer(self).name]
+        name = GatewayId(gateway.name)
+        if self._links.get(name) is stream:
+            del self._links[name]
+            self.drive(GatewayDown(name))
+            self.after(self.engine.rng.randrange(1, 40), self._link, gateway)
+
+    def _from_gateway(self, stream: Stream, message: Any) -> None:
+        name = GatewayId(stream.peer(self).name)
+        if self._links.get(name) is stream:
+            self.drive(FromGateway(name, message))
+
+    def _send_to_gateway(self, effect: SendToGateway) -> None:
+        link = self._links.get(effect.gateway)
+        if link is not None:
+            link.send(self, effect.message)
+
+    # ---- steps ----
+
+    def _run_step(self, effect: RunStep) -> None:
+        self._check_reads(effect.plan)
+        step_ms = self.plan.step_ms
+        self.after(step_ms + self.engine.rng.randrange(step_ms), self._stepped, effect.plan)
+
+    def _stepped(self, plan: StepPlan) -> None:
+        self._check_reads(plan)
+        size = self.world.block_size
+        outputs = []
+        for chunk in plan.chunks:
+            whole = self.world.history.answer(chunk.seq)
+            end = chunk.start + len(chunk.token_ids)
+            for position in range(chunk.start, end):
+                block = self.pool[chunk.block_table[position // size]]
+                block[position % size] = whole.kv[position]
+            if chunk.sample:
+                token = whole.sequence[whole.prompt_tokens + chunk.index]
+                outputs.append(StepOutput(chunk.seq, chunk.run, Token(token)))
+        self.drive(StepDone(plan.step, tuple(outputs)))
+
+    def _check_reads(self, plan: StepPlan) -> None:
+        """Every chunk must find the KV of exactly the tokens before it, before and after."""
+        for chunk in plan.chunks:
+            whole = self.world.history.answer(chunk.seq)
+            end = chunk.start + len(chunk.token_ids)
+            if chunk.token_ids != whole.sequence[chunk.start : end]:
+                raise ViolationError(f"{self}: step computes other tokens than the text's: {chunk}")
+            if len(chunk.block_table) * self.world.block_size < end:
+                raise ViolationError(f"{self}: block table too short: {chunk}")
+            if chunk.sample and whole.prompt_tokens + chunk.index != end:
+                raise ViolationError(f"{self}: samples at the wrong place: {chunk}")
+            if chunk.sample and end >= len(whole.sequence):
+                raise ViolationError(f"{self}: samples beyond the end: {chunk}")
+            self.check_kv(chunk.seq, chunk.block_table, chunk.start)
+
+    def check_kv(self, seq: Seq, block_table: tuple[int, ...], tokens: int) -> None:
+        """The first ``tokens`` positions of a block table must hold that sequence's KV."""
+        size = self.world.block_size
+        kv = self.world.history.answer(seq).kv
+        for start in range(0, tokens, size):
+            end = min(start + size, tokens)
+            found = self.pool[block_table[start // size]][: end - start]
+            if tuple(found) != kv[start:end]:
+                raise ViolationError(
+                    f"{self}: {seq} reads KV at {start}..{end - 1} of block"
+                    f" {block_table[start // size]} that is not its own"
+                )
+
+    def _forget_seq(self, effect: ForgetSeq) -> None:
+        """The model keeps nothing between steps."""
+
+    # ---- swap out ----
+
+    def _put_payload(self, effect: PutPayload) -> None:
+        put = Put(self, effect)
+        self._puts[effect.ticket] = put
+        put.begin()
+
+    def put_done(self, put: Put, done: PutDone) -> None:
+        """A copy out has ended."""
+        self._store_lives[done.ticket] = put.store_life
+        del self._puts[done.ticket]
+        self.drive(done)
+
+    def _abort_put(self, effect: AbortPut) -> None:
+        put = self._puts.get(effect.ticket)
+        if put is not None:
+            put.abort()
+
+    def on_revoke(self, put_id: PutId) -> None:
+        """A store takes a put's pages back."""
+        self._revoked.add(put_id)
+        for put in self._puts.values():
+            if put.put_id == put_id:
+                put.abort()
+
+    def revoked(self, put_id: PutId) -> bool:
+        """Whether a store has said that the put's pages may not be written any more."""
+        return put_id in self._revoked
+
+    def _commit(self, effect: Commit) -> None:
+        ticket = effect.ticket
+        body = store_events.Commit(ticket, self.ref, self._store_lives.get(ticket))
+
+        def answered(reply: StoreReply) -> None:
+            self.drive(CommitReply(ticket, reply.status))
+
+        store = self.world.stores[effect.store]
+        lost = StoreReply(ticket, StoreStatus.UNREACHABLE, 0, 0)
+        self.call(store, body, store.serve, answered, lambda: answered(lost), _CALL_MS)
+
+    def _resolve(self, effect: Resolve) -> None:
+        ticket = effect.ticket
+        body = store_events.Resolve(ticket, self.ref, self._store_lives.get(ticket))
+
+        def answered(reply: StoreReply) -> None:
+            self.drive(ResolveReply(ticket, reply.status))
+
+        store = self.world.stores[effect.store]
+        lost = StoreReply(ticket, StoreStatus.UNREACHABLE, 0, 0)
+        self.call(store, body, store.serve, answered, lambda: answered(lost), _CALL_MS)
+
+    def store_gone(self, store: StoreId) -> None:
+        """A store's connection has broken."""
+        self.drive(StoreGone(store))
+
+    # ---- swap in ----
+
+    def _fetch_payload(self, effect: FetchPayload) -> None:
+        fetch = Fetch(self, effect)
+        self._fetches[effect.ticket, effect.run] = fetch
+        fetch.begin()
+
+    def fetch_done(self, done: FetchDone) -> None:
+        """A copy in has ended."""
+        del self._fetches[done.ticket, done.run]
+        self.drive(done)
+
+    def _cancel_fetch(self, effect: CancelFetch) -> None:
+        fetch = self._fetches.get((effect.ticket, effect.run))
+        if fetch is not None:
+            fetch.cancel()
+
+    # ---- controller ----
+
+    def _report(self, effect: Report) -> None:
+        self.send_report(effect.report)
+
+    def on_report_link(self) -> None:
+        """A new stream to a controller is open."""
+        self.drive(ReportsUp())
+
+    def on_report_reply(self, reply: ReportReply) -> None:
+        """The controller answered a report."""
+        self.drive(ReportAnswered(reply))

@@ -1,0 +1,212 @@
+"""The whole cluster in one process: the five production cores, and nothing else that decides.
+
+Safety is judged as it goes (``checker.py``, ``WorkerHost.check_kv``, every core's ``check``);
+progress and leaks are judged by ``World.finish``, after the last fault.
+"""
+
+from __future__ import annotations
+
+from deepinfer.controller.core.config import ControllerConfig
+from deepinfer.controller.core.events import Members
+from deepinfer.deploy.sim.checker import History, ViolationError
+from deepinfer.deploy.sim.client_host import ClientHost
+from deepinfer.deploy.sim.controller_host import ControllerHost
+from deepinfer.deploy.sim.engine import Engine
+from deepinfer.deploy.sim.faults import Saboteur, SeededWeather
+from deepinfer.deploy.sim.gateway_host import GatewayHost
+from deepinfer.deploy.sim.havoc import Havoc
+from deepinfer.deploy.sim.network import Network, Tape, Weather
+from deepinfer.deploy.sim.plan import FINISH_MS, ClientPlan, Plan, StorePlan, WorkerPlan
+from deepinfer.deploy.sim.store_host import StoreHost
+from deepinfer.deploy.sim.worker_host import WorkerHost
+from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.kvstore.core.config import StoreConfig
+from deepinfer.kvstore.core.ids import GatewayId, Incarnation, RequestId, StoreId, WorkerId
+from deepinfer.workers.core.config import WorkerConfig
+
+BLOCK_BYTES = 64
+
+
+class World:
+    """One simulated cluster."""
+
+    def __init__(
+        self, plan: Plan, *, tape: Tape | None = None, weather: Weather | None = None
+    ) -> None:
+        self.plan = plan
+        self.tape = tape
+        self.tick_ms = 50
+        self.check_always = plan.check_always
+        self.block_size = plan.block_size
+        self.block_bytes = BLOCK_BYTES
+        self.rotted = False
+        """Whether a bit has flipped in a store."""
+        self.engine = Engine(plan.seed)
+        self._seeded_weather = SeededWeather(self.engine.rng, plan.weather)
+        self.network = Network(self.engine, weather or self._seeded_weather, tape)
+        self.history = History()
+        self.workers = {p.name: WorkerHost(self, p) for p in plan.workers}
+        self.stores = {p.name: StoreHost(self, p) for p in plan.stores}
+        self.gateways = {name: GatewayHost(self, name) for name in plan.gateways}
+        self.clients = {p.name: ClientHost(self, p) for p in plan.clients}
+        self.controller = ControllerHost(self, 1)
+        self.havoc = Havoc(self)
+        self._saboteur = Saboteur(self, plan)
+
+    # ---- configuration of the cores: their own defaults, with shorter patience ----
+
+    def controller_config(self) -> ControllerConfig:
+        """Configuration of the controller."""
+        plan = self.plan
+        return ControllerConfig(
+            cpu_offload=plan.cpu_offload,
+            max_swapped_requests=plan.max_swapped_requests,
+            victims=plan.policy,
+            reserve="full" if plan.reserve_full else "growth",
+            growth_reserve_blocks=plan.growth_reserve_blocks,
+            min_residency_tokens=plan.min_residency_tokens,
+            reserve_slack_tokens=plan.reserve_slack_tokens,
+            order_timeout_ms=400,
+            settle_ms=200,
+            startup_grace_ms=1000,
+            suspect_ms=600,
+            dead_ms=2500,
+            orphan_grace_ms=1500,
+            retry_ms=300,
+        )
+
+    def worker_config(self, plan: WorkerPlan) -> WorkerConfig:
+        """Configuration of one worker."""
+        return WorkerConfig(
+            blocks_total=plan.blocks,
+            block_size=self.block_size,
+            block_bytes=BLOCK_BYTES,
+            max_batch_tokens=max(plan.max_batch_tokens, plan.max_batch_seqs),
+            max_batch_seqs=plan.max_batch_seqs,
+            prefill_chunk_tokens=plan.prefill_chunk_tokens,
+            prefix_cache=self.plan.prefix_cache,
+            report_interval_ms=self.plan.report_ms,
+            attach_timeout_ms=300,
+            unreachable_ms=2500,
+            resend_ms=300,
+            put_timeout_ms=1500,
+            commit_timeout_ms=500,
+            resolve_timeout_ms=900,
+            fetch_timeout_ms=1500,
+        )
+
+    def store_config(self, plan: StorePlan) -> StoreConfig:
+        """Configuration of one store."""
+        return StoreConfig(
+            tickets_max=plan.tickets_max,
+            reservation_ms=3000,
+            dma_grace_ms=300,
+            report_interval_ms=self.plan.report_ms,
+        )
+
+    def gateway_config(self) -> GatewayConfig:
+        """Configuration of every gateway."""
+        return GatewayConfig(
+            orphan_grace_ms=1500,
+            startup_grace_ms=1500,
+            report_interval_ms=self.plan.report_ms,
+            report_timeout_ms=400,
+            held_refresh_ms=400,
+        )
+
+    # ---- what everyone may know ----
+
+    def members(self) -> Members:
+        """Who should be there, and which life of each is known."""
+        return Members(
+            workers={
+                WorkerId(w.name): Incarnation(w.life) if w.up else None
+                for w in self.workers.values()
+            },
+            stores={
+                StoreId(s.name): Incarnation(s.life) if s.up else None for s in self.stores.values()
+            },
+            gateways={
+                GatewayId(g.name): Incarnation(g.life) if g.up else None
+                for g in self.gateways.values()
+            },
+        )
+
+    def choices(self, request: RequestId) -> int:
+        """How many choices a request has."""
+        return self.history.record(request).sampling.n
+
+    def may_refuse(self, plan: ClientPlan) -> bool:
+        """Whether some state of the cluster cannot hold the request, so that it may be refused."""
+        pools = [worker.blocks for worker in self.plan.workers]
+        least = min(pools) if self.plan.faults else max(pools)
+        return -(-(len(plan.prompt_ids) + plan.max_tokens) // self.block_size) > least
+
+    def note(self, what: str) -> None:
+        """Write a remark on the tape."""
+        if self.tape is not None:
+            self.tape(self.engine.now_ms, "--", "world", "", what)
+
+    # ---- the two phases ----
+
+    def start(self) -> None:
+        """Start every process; clients come when they planned to."""
+        self.controller.start()
+        for host in (*self.workers.values(), *self.stores.values(), *self.gateways.values()):
+            host.start()
+        for client in self.clients.values():
+            self.engine.after(client.plan.arrival_ms, client.start)
+        self._saboteur.start()
+
+    def run(self) -> None:
+        """Live through the fault phase, then finish."""
+        self.start()
+        self.engine.run_until(self.plan.fault_phase_ms)
+        self.calm()
+        self.finish()
+
+    def calm(self) -> None:
+        """No more faults: fair weather, and every process is up and running."""
+        self.note("no more faults")
+        self._saboteur.over = True
+        self._seeded_weather.fair = True
+        self.havoc.make_whole()
+
+    def finish(self) -> None:
+        """Run until every client has its answer and nothing is left of it anywhere.
+
+        Raises ViolationError if that takes longer than ``FINISH_MS``.
+        """
+        engine = self.engine
+        limit_ms = engine.now_ms + FINISH_MS
+        while (leftovers := self.leftovers()) and engine.now_ms < limit_ms:
+            engine.run_until(engine.now_ms + 100)
+        if leftovers:
+            raise ViolationError(
+                f"left after {FINISH_MS} ms without faults: " + "; ".join(leftovers)
+            )
+        for host in (
+            self.controller,
+            *self.workers.values(),
+            *self.stores.values(),
+            *self.gateways.values(),
+        ):
+            host.core.check()
+        for client in self.clients.values():
+            if client.up:
+                client.core.check()
+
+    def leftovers(self) -> list[str]:
+        """What is not finished, freed or forgotten yet."""
+        left = [
+            f"{client.name} ({client.request}) waits"
+            for client in self.clients.values()
+            if client.life == 0 or (client.up and client.ended_ms is None)
+        ]
+        for worker in self.workers.values():
+            left += worker.leftovers()
+        for store in self.stores.values():
+            left += store.leftovers()
+        for gateway in self.gateways.values():
+            left += gateway.leftovers()
+        return left
