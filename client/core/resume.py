@@ -252,7 +252,7 @@ class ClientCore:
             self._contradiction(f"tokens of choice {choice}, which is not running", now_ms)
             return
         have, said = self._tokens[choice], [token.id for token in delta.tokens]
-        if 0 <= start and have[start : start + len(said)] == said:
+        if start >= 0 and have[start : start + len(said)] == said:
             return  # nothing new
         if start != len(have):  # its text could not be cut where its tokens would have to be
             self._contradiction(
