@@ -1,0 +1,34 @@
+"""What the controller has counted since it started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals of this controller's life, by the names they are exported under."""
+
+    requests_swapped_total: int = 0
+    """Swap-outs that were committed."""
+    requests_resumed_total: int = 0
+    """Swap-ins after which the request ran."""
+    kv_cpu_offload_blocks_total: int = 0
+    kv_cpu_offload_bytes_total: int = 0
+    kv_cpu_offload_failed_total: int = 0
+    """Swap-outs that failed after the store had agreed; the request went on."""
+    kv_cpu_offload_rejected_total: int = 0
+    """Swap-outs that a store's budget or a bound on tickets or requests refused."""
+    kv_cpu_reload_blocks_total: int = 0
+    requests_admitted_total: int = 0
+    requests_refused_late_total: int = 0
+    """Placements that the worker had no room for after all."""
+    requests_rejected_total: int = 0
+    """Requests that no pool can hold."""
+    requests_preempted_total: int = 0
+    requests_recovered_total: int = 0
+    """Requests whose worker or payload was lost."""
+    requests_taken_over_total: int = 0
+    """Running requests handed to another gateway in place."""
+    orders_sent_total: int = 0
+    orders_resent_total: int = 0
