@@ -265,14 +265,16 @@ class GenerateResponse(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateStreamChunk, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., complete: _Optional[_Union[GenerateComplete, _Mapping]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id", "resume_key", "claim")
+    __slots__ = ("request_id", "resume_key", "claim", "n")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_KEY_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_key: str
     claim: int
-    def __init__(self, request_id: _Optional[str] = ..., resume_key: _Optional[str] = ..., claim: _Optional[int] = ...) -> None: ...
+    n: int
+    def __init__(self, request_id: _Optional[str] = ..., resume_key: _Optional[str] = ..., claim: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ()
