@@ -1,16 +1,17 @@
-"""What every client has been told, held against what it should have been told.
+"""What every client has been told, held against what it may be told.
 
-The history knows each request's whole answer in advance (``model.answer``), so every token is
-judged the moment it reaches its client, and all of it once more when the simulation ends.
+Without noise the whole answer is known in advance, and every token is compared with it. With
+noise, where a token that is computed twice may come out differently, each token carries evidence
+of what it was sampled from: it must be exactly what its client has, from runs that never go back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepinfer.deploy.sim.model import Answer, answer
-from deepinfer.kvstore.core.ids import RequestId, Seq
-from deepinfer.kvstore.core.requests import FinishReason, RequestRecord
+from deepinfer.deploy.sim.model import chain, evidence, kv_of, whole_answer
+from deepinfer.kvstore.core.ids import RequestId, Run, Seq
+from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
 
 
 class ViolationError(AssertionError):
@@ -21,30 +22,34 @@ class ViolationError(AssertionError):
 class _Told:
     """What one client knows of one choice."""
 
+    kv: int
+    """The KV behind the last token."""
     tokens: list[int] = field(default_factory=list)
+    run: int = 0
     finish: FinishReason | None = None
 
 
 class History:
-    """Answers by request, and what each client has received."""
+    """Requests by id, and what each client has received."""
 
-    __slots__ = ("_answers", "_records", "_stop_pairs", "_told", "client_of")
+    __slots__ = ("_answers", "_noisy", "_records", "_stop_pairs", "_told", "client_of")
 
-    def __init__(self) -> None:
-        self._answers: dict[Seq, Answer] = {}
+    def __init__(self, *, noisy: bool) -> None:
+        self._noisy = noisy
+        self._answers: dict[Seq, tuple[int, ...]] = {}
         self._records: dict[RequestId, RequestRecord] = {}
         self._stop_pairs: dict[RequestId, tuple[int, int] | None] = {}
-        self._told: dict[str, dict[int, _Told]] = {}
+        self._told: dict[tuple[str, int], _Told] = {}
         self.client_of: dict[RequestId, str] = {}
         """Who sent each request."""
 
     def minted(self, client: str, record: RequestRecord, stop_pair: tuple[int, int] | None) -> None:
-        """A gateway has given a request its id."""
+        """A gateway has given a client's request its id. ``stop_pair`` spell the stop string."""
         if record.request in self._records:
             raise ViolationError(f"request id {record.request} was minted twice")
         self._records[record.request] = record
-        self.client_of[record.request] = client
         self._stop_pairs[record.request] = stop_pair
+        self.client_of[record.request] = client
 
     def record(self, request: RequestId) -> RequestRecord:
         """The request as its first gateway accepted it."""
@@ -54,45 +59,94 @@ class History:
         """The two tokens that spell the request's stop string."""
         return self._stop_pairs[request]
 
-    def answer(self, seq: Seq) -> Answer:
-        """The whole answer of one choice."""
+    def check_sequence(self, seq: Seq, tokens: list[int]) -> None:
+        """A worker computes with these tokens: they must be the request's, as far as is known."""
+        record = self._records[seq.request]
+        prompt = record.prompt_ids
+        if tuple(tokens[: len(prompt)]) != prompt[: len(tokens)]:
+            raise ViolationError(f"{seq} is computed from {tokens}, its prompt is {prompt}")
+        generated = tuple(tokens[len(prompt) :])
+        if not self._noisy and generated != self._answer(seq)[: len(generated)]:
+            raise ViolationError(f"{seq} goes on with {generated}, should be {self._answer(seq)}")
+        if len(generated) > record.sampling.max_tokens:
+            raise ViolationError(
+                f"{seq} has {len(generated)} of {record.sampling.max_tokens} tokens"
+            )
+
+    def _answer(self, seq: Seq) -> tuple[int, ...]:
         found = self._answers.get(seq)
         if found is None:
-            record = self._records[seq.request]
-            found = answer(record, seq.choice, self._stop_pairs[seq.request])
+            found = whole_answer(self._records[seq.request], seq.choice)
             self._answers[seq] = found
         return found
 
-    def delivered(self, client: str, seq: Seq, index: int, tokens: tuple[int, ...]) -> None:
+    def _known(self, client: str, seq: Seq) -> _Told:
+        told = self._told.get((client, seq.choice))
+        if told is None:
+            told = _Told(kv_of(self._records[seq.request].prompt_ids)[-1])
+            self._told[client, seq.choice] = told
+        return told
+
+    def delivered(self, client: str, seq: Seq, index: int, tokens: tuple[Token, ...]) -> None:
         """The client's caller got ``tokens`` from position ``index`` on."""
-        told = self._told.setdefault(client, {}).setdefault(seq.choice, _Told())
+        told = self._known(client, seq)
         if told.finish is not None:
             raise ViolationError(f"{client}: {seq} got tokens after its end")
         if index != len(told.tokens):
             raise ViolationError(
                 f"{client}: {seq} got position {index} when {len(told.tokens)} was due"
             )
-        told.tokens.extend(tokens)
-        due = self.answer(seq).tokens[: len(told.tokens)]
-        if tuple(told.tokens) != due:
-            raise ViolationError(f"{client}: {seq} got {told.tokens}, should be {due}")
+        for token in tokens:
+            if self._ended(seq, told.tokens) is not None:
+                raise ViolationError(f"{client}: {seq} goes on behind its end: {told.tokens}")
+            if token.logprob is not None:
+                self._check_origin(client, seq, told, token)
+            told.tokens.append(token.id)
+            told.kv = chain(told.kv, token.id)
+        if not self._noisy and tuple(told.tokens) != self._answer(seq)[: len(told.tokens)]:
+            raise ViolationError(
+                f"{client}: {seq} got {told.tokens}, should be {self._answer(seq)}"
+            )
+
+    def _check_origin(self, client: str, seq: Seq, told: _Told, token: Token) -> None:
+        context, _ = evidence(told.kv, Run(0, 0))
+        if token.logprob != context:
+            raise ViolationError(
+                f"{client}: {seq} token {len(told.tokens)} was sampled behind other tokens"
+                f" than {told.tokens}"
+            )
+        ((run, _),) = token.top
+        if run < told.run:
+            raise ViolationError(
+                f"{client}: {seq} token {len(told.tokens)} comes from run {run},"
+                f" after one of run {told.run}"
+            )
+        told.run = run
+
+    def _ended(self, seq: Seq, tokens: list[int]) -> FinishReason | None:
+        """Why the choice ends with these tokens, if it does."""
+        record = self._records[seq.request]
+        if not tokens:
+            return None
+        if tuple(tokens[-2:]) == self._stop_pairs[seq.request]:
+            return FinishReason.STOP
+        if tokens[-1] in record.stop_token_ids and len(tokens) > record.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(tokens) >= record.sampling.max_tokens else None
 
     def finished(
-        self, client: str, seq: Seq, reason: FinishReason, *, may_be: tuple[FinishReason, ...]
+        self, client: str, seq: Seq, reason: FinishReason, *, provoked: tuple[FinishReason, ...]
     ) -> None:
         """The client's caller was told that the choice has ended.
 
-        ``may_be``: early ends that this client provoked (an abort, a deadline).
+        ``provoked`` are early ends of this client's own making (an abort, a deadline).
         """
-        told = self._told.setdefault(client, {}).setdefault(seq.choice, _Told())
+        told = self._known(client, seq)
         if told.finish is not None:
             raise ViolationError(f"{client}: {seq} ended twice: {told.finish}, {reason}")
         told.finish = reason
-        if reason in may_be:
-            return
-        whole = self.answer(seq)
-        if reason is not whole.finish or len(told.tokens) != len(whole.tokens):
+        due = self._ended(seq, told.tokens)
+        if reason is not due and reason not in provoked:
             raise ViolationError(
-                f"{client}: {seq} ended as {reason.value} after {len(told.tokens)} tokens,"
-                f" should be {whole.finish.value} after {len(whole.tokens)}"
+                f"{client}: {seq} ended as {reason.value} after {told.tokens}, due is {due}"
             )

@@ -190,12 +190,11 @@ class ClientHost(Host):
         elif isinstance(message, Delta):
             assert self.request is not None, message
             seq = Seq(self.request, message.choice)
-            tokens = tuple(token.id for token in message.tokens)
-            history.delivered(self.name, seq, message.index, tokens)
+            history.delivered(self.name, seq, message.index, message.tokens)
         elif isinstance(message, Finished):
             assert self.request is not None, message
             seq = Seq(self.request, message.choice)
-            history.finished(self.name, seq, message.reason, may_be=self._provoked())
+            history.finished(self.name, seq, message.reason, provoked=self._provoked())
 
     def _provoked(self) -> tuple[FinishReason, ...]:
         provoked = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepinfer.deploy.sim.checker import ViolationError
+from deepinfer.deploy.sim.model import kv_of
 from deepinfer.deploy.sim.store_host import Block, Mapped, Mapping, PutStream, Slab, hash_blocks
 from deepinfer.kvstore.core.events import BeginGet, BeginPut, FinishPut, GetGrant, PutGrant, PutId
 from deepinfer.kvstore.core.ids import Incarnation
@@ -80,11 +81,10 @@ class Put:
         number = len(self._copied)
         size = worker.world.block_size
         start, end = number * size, min((number + 1) * size, len(asked.token_ids))
-        whole = worker.world.history.answer(asked.seq)
         block = tuple(worker.pool[asked.block_ids[number]])
-        if asked.token_ids != whole.sequence[: len(asked.token_ids)]:
-            raise ViolationError(f"{worker}: payload of {asked.seq} claims tokens not its own")
-        if block[: end - start] != whole.kv[start:end]:
+        if number == 0:
+            worker.world.history.check_sequence(asked.seq, list(asked.token_ids))
+        if block[: end - start] != tuple(kv_of(asked.token_ids)[start:end]):
             raise ViolationError(f"{worker}: {asked.seq} swaps out KV that is not its own")
         self._copied.append(block)
         return block

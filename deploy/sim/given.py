@@ -79,6 +79,7 @@ def plan_of(given: list[str]) -> Plan:
         policy="lru",
         prefix_cache=False,
         report_ms=100,
+        noisy=False,
         check_always=True,
     )
     return dataclasses.replace(plan, **settings)

@@ -7,9 +7,10 @@ function of the last KV, so that wrong KV also gives a wrong answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from deepinfer.kvstore.core.requests import FinishReason, RequestRecord
+from deepinfer.kvstore.core.ids import Run
+from deepinfer.kvstore.core.requests import RequestRecord
 
 _MASK = (1 << 62) - 1
 VOCABULARY = 31
@@ -23,7 +24,7 @@ def chain(kv: int, token: int) -> int:
     return (mixed ^ (mixed >> 29)) & _MASK
 
 
-def kv_of(tokens: tuple[int, ...]) -> list[int]:
+def kv_of(tokens: Sequence[int]) -> list[int]:
     """The KV of every position of ``tokens``."""
     kv, out = 0, []
     for token in tokens:
@@ -32,9 +33,13 @@ def kv_of(tokens: tuple[int, ...]) -> list[int]:
     return out
 
 
-def sample(kv: int, record: RequestRecord, choice: int, index: int) -> int:
-    """The generated token number ``index``, given the KV of the position before it."""
-    draw = chain(kv, record.seed * 64 + choice) >> 7
+def sample(kv: int, record: RequestRecord, choice: int, index: int, noise: int = 0) -> int:
+    """The generated token number ``index``, given the KV of the position before it.
+
+    ``noise`` stands for what differs between two computations of the same step on real hardware;
+    0 means that nothing does.
+    """
+    draw = chain(kv, (record.seed * 64 + choice) * 8 + noise) >> 7
     token = draw % VOCABULARY
     if index < record.sampling.min_tokens:
         while token in record.stop_token_ids:  # the sampler's mask
@@ -42,41 +47,23 @@ def sample(kv: int, record: RequestRecord, choice: int, index: int) -> int:
     return token
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one choice of a request must come out as, however it is moved about."""
-
-    sequence: tuple[int, ...]
-    """Prompt and every token that a worker may generate: it does not know of stop strings."""
-    kv: tuple[int, ...]
-    """The KV of each position of ``sequence``."""
-    prompt_tokens: int
-    tokens: tuple[int, ...]
-    """Generated tokens that the client gets."""
-    finish: FinishReason
-
-
-def answer(record: RequestRecord, choice: int, stop_pair: tuple[int, int] | None) -> Answer:
-    """Compute the whole answer; ``stop_pair`` are the two tokens that spell the stop string."""
-    kv = kv_of(record.prompt_ids)
+def whole_answer(record: RequestRecord, choice: int) -> tuple[int, ...]:
+    """Every token that a worker generates when there is no noise (it knows of no stop strings)."""
+    kv = kv_of(record.prompt_ids)[-1]
     tokens: list[int] = []
-    finish = FinishReason.LENGTH
-    stop_after = None
     while len(tokens) < record.sampling.max_tokens:
-        token = sample(kv[-1], record, choice, len(tokens))
+        token = sample(kv, record, choice, len(tokens))
         tokens.append(token)
-        kv.append(chain(kv[-1], token))
-        if stop_after is None and stop_pair is not None and tuple(tokens[-2:]) == stop_pair:
-            stop_after = len(tokens)
+        kv = chain(kv, token)
         if token in record.stop_token_ids and len(tokens) > record.sampling.min_tokens:
-            finish = FinishReason.STOP
             break
-    if stop_after is not None:
-        finish = FinishReason.STOP
-    return Answer(
-        (*record.prompt_ids, *tokens),
-        tuple(kv),
-        len(record.prompt_ids),
-        tuple(tokens[:stop_after]),
-        finish,
-    )
+    return tuple(tokens)
+
+
+def evidence(kv: int, run: Run) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """What a sampled token says about its origin, in the fields of a token's log-probabilities.
+
+    The first names the KV it was sampled from, and so every token before it; the second names the
+    run that did it.
+    """
+    return float(kv >> 14), ((run.epoch * 1_000_000 + run.counter, 0.0),)

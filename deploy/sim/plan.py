@@ -102,6 +102,8 @@ class Plan:
     policy: str
     prefix_cache: bool
     report_ms: int
+    noisy: bool
+    """Whether computing a token twice may give two different tokens."""
     check_always: bool
     """Whether every core's ``check()`` runs after each of its events."""
 
@@ -190,6 +192,7 @@ def draw(seed: int) -> Plan:
         policy=rng.choice(("lru", "lru", "youngest", "cost")),
         prefix_cache=rng.random() < 0.7,
         report_ms=rng.choice((50, 100)),
+        noisy=rng.random() < 0.5,
         check_always=seed % 8 == 0,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.copies import Fetch, Put
 from deepinfer.deploy.sim.host import Reporter
+from deepinfer.deploy.sim.model import evidence, kv_of, sample
 from deepinfer.deploy.sim.network import Stream
 from deepinfer.deploy.sim.plan import WorkerPlan
 from deepinfer.kvstore.core import events as store_events
@@ -16,7 +17,6 @@ from deepinfer.kvstore.core.ids import (
     Incarnation,
     NodeId,
     Run,
-    Seq,
     StoreId,
     Ticket,
     WorkerId,
@@ -28,6 +28,7 @@ from deepinfer.workers.core.core import WorkerCore
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
+    Chunk,
     Commit,
     CommitReply,
     FetchDone,
@@ -159,51 +160,55 @@ class WorkerHost(Reporter):
     # ---- steps ----
 
     def _run_step(self, effect: RunStep) -> None:
-        self._check_reads(effect.plan)
+        contexts = [self._context(chunk) for chunk in effect.plan.chunks]
         step_ms = self.plan.step_ms
-        self.after(step_ms + self.engine.rng.randrange(step_ms), self._stepped, effect.plan)
+        delay = step_ms + self.engine.rng.randrange(step_ms)
+        self.after(delay, self._stepped, effect.plan, contexts)
 
-    def _stepped(self, plan: StepPlan) -> None:
-        self._check_reads(plan)
+    def _context(self, chunk: Chunk) -> list[int]:
+        """The KV that the chunk must find and leave, by the tokens that the core has for it."""
+        tokens = self.core.residents[chunk.seq].tokens
+        end = chunk.start + len(chunk.token_ids)
+        if chunk.token_ids != tuple(tokens[chunk.start : end]):
+            raise ViolationError(f"{self}: step computes other tokens than {tokens}: {chunk}")
+        if len(chunk.block_table) * self.world.block_size < end:
+            raise ViolationError(f"{self}: block table too short: {chunk}")
+        prompt_tokens = len(chunk.record.prompt_ids)
+        if chunk.sample and (end != len(tokens) or prompt_tokens + chunk.index != end):
+            raise ViolationError(f"{self}: samples at the wrong place: {chunk}")
+        self.world.history.check_sequence(chunk.seq, tokens[:end])
+        kv = kv_of(tokens[:end])
+        self._check_reads(chunk, kv)
+        return kv
+
+    def _stepped(self, plan: StepPlan, contexts: list[list[int]]) -> None:
         size = self.world.block_size
+        for chunk, kv in zip(plan.chunks, contexts, strict=True):
+            self._check_reads(chunk, kv)
+            for position in range(chunk.start, len(kv)):
+                self.pool[chunk.block_table[position // size]][position % size] = kv[position]
         outputs = []
-        for chunk in plan.chunks:
-            whole = self.world.history.answer(chunk.seq)
-            end = chunk.start + len(chunk.token_ids)
-            for position in range(chunk.start, end):
-                block = self.pool[chunk.block_table[position // size]]
-                block[position % size] = whole.kv[position]
+        for chunk, kv in zip(plan.chunks, contexts, strict=True):
+            self._check_reads(chunk, kv)
             if chunk.sample:
-                token = whole.sequence[whole.prompt_tokens + chunk.index]
-                outputs.append(StepOutput(chunk.seq, chunk.run, Token(token)))
+                outputs.append(StepOutput(chunk.seq, chunk.run, self._sample(chunk, kv[-1])))
         self.drive(StepDone(plan.step, tuple(outputs)))
 
-    def _check_reads(self, plan: StepPlan) -> None:
-        """Every chunk must find the KV of exactly the tokens before it, before and after."""
-        for chunk in plan.chunks:
-            whole = self.world.history.answer(chunk.seq)
-            end = chunk.start + len(chunk.token_ids)
-            if chunk.token_ids != whole.sequence[chunk.start : end]:
-                raise ViolationError(f"{self}: step computes other tokens than the text's: {chunk}")
-            if len(chunk.block_table) * self.world.block_size < end:
-                raise ViolationError(f"{self}: block table too short: {chunk}")
-            if chunk.sample and whole.prompt_tokens + chunk.index != end:
-                raise ViolationError(f"{self}: samples at the wrong place: {chunk}")
-            if chunk.sample and end >= len(whole.sequence):
-                raise ViolationError(f"{self}: samples beyond the end: {chunk}")
-            self.check_kv(chunk.seq, chunk.block_table, chunk.start)
+    def _sample(self, chunk: Chunk, kv: int) -> Token:
+        noise = self.engine.rng.randrange(3) if self.world.plan.noisy else 0
+        token = sample(kv, chunk.record, chunk.seq.choice, chunk.index, noise)
+        return Token(token, *evidence(kv, chunk.run))
 
-    def check_kv(self, seq: Seq, block_table: tuple[int, ...], tokens: int) -> None:
-        """The first ``tokens`` positions of a block table must hold that sequence's KV."""
+    def _check_reads(self, chunk: Chunk, kv: list[int]) -> None:
+        """Every chunk must find the KV of exactly the tokens before it, from begin to end."""
         size = self.world.block_size
-        kv = self.world.history.answer(seq).kv
-        for start in range(0, tokens, size):
-            end = min(start + size, tokens)
-            found = self.pool[block_table[start // size]][: end - start]
-            if tuple(found) != kv[start:end]:
+        for start in range(0, chunk.start, size):
+            end = min(start + size, chunk.start)
+            block = chunk.block_table[start // size]
+            if self.pool[block][: end - start] != kv[start:end]:
                 raise ViolationError(
-                    f"{self}: {seq} reads KV at {start}..{end - 1} of block"
-                    f" {block_table[start // size]} that is not its own"
+                    f"{self}: {chunk.seq} reads KV at {start}..{end - 1} of block {block}"
+                    " that is not its own"
                 )
 
     def _forget_seq(self, effect: ForgetSeq) -> None:

@@ -44,7 +44,7 @@ class World:
         self.engine = Engine(plan.seed)
         self._seeded_weather = SeededWeather(self.engine.rng, plan.weather)
         self.network = Network(self.engine, weather or self._seeded_weather, tape)
-        self.history = History()
+        self.history = History(noisy=plan.noisy)
         self.workers = {p.name: WorkerHost(self, p) for p in plan.workers}
         self.stores = {p.name: StoreHost(self, p) for p in plan.stores}
         self.gateways = {name: GatewayHost(self, name) for name in plan.gateways}

@@ -1,0 +1,42 @@
+The normal life: admitted, swapped out for a newcomer, resumed, finished.
+A pool of exactly three blocks; each request needs all three.
+
+given
+    block size 2
+    worker w0 blocks 3 step 20
+    store s0 budget 8
+    gateway g0
+    client c0 prompt 2 max 4
+    client c1 prompt 2 max 4
+
+story
+    come c0
+    see g0 -> k1 GatewayReport
+    see k1 -> w0 Admit c0
+    see w0 -> g0 Attach c0
+    see g0 -> w0 Attached c0
+    see w0 -> g0 Tokens c0 index=0
+    expect w0 has c0 decode
+    come c1
+    see k1 -> s0 Reserve c0
+    see s0 -> k1 StoreReply c0 status=ok
+    see k1 -> w0 SwapOut c0
+    see w0 -> s0 BeginPut c0
+    see w0 -> s0 FinishPut c0
+    see w0 -> s0 Commit c0
+    see s0 -> w0 StoreReply c0 status=ok
+    expect w0 lacks c0
+    expect s0 tickets_committed == 1
+    see k1 -> w0 Admit c1
+    see c1 hears Got
+    see w0 -> g0 Tokens c1 index=3
+    see k1 -> w0 SwapIn c0
+    see w0 -> s0 BeginGet c0
+    see w0 hears FetchDone status=ok
+    see k1 -> s0 Release c0
+    finish
+    expect c0 tokens == 4
+    expect c1 tokens == 4
+    expect w0 swaps_out == 1
+    expect w0 swaps_in == 1
+    expect w0 recomputed == 0
