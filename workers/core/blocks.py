@@ -110,11 +110,14 @@ class BlockManager:
                 self._quarantined -= 1
                 self._retire(block)
 
-    def match(self, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
+    def match(
+        self, token_ids: Sequence[int], available_max: int
+    ) -> tuple[list[int], list[bytes]]:
         """Take the longest cached prefix: its blocks, one more reference on each, and their hashes.
 
         At most ``len(token_ids) - 1`` tokens are taken: the last one must be computed for its
-        logits. A hit on an unreferenced block uses up one of ``available``; on a held one, none.
+        logits. A hit on an unreferenced block uses up one of ``available``, and at most
+        ``available_max`` of these are used; a hit on a held one uses up none.
         """
         blocks: list[int] = []
         digests: list[bytes] = []
@@ -126,11 +129,13 @@ class BlockManager:
             found = self._by_digest.get(digest)
             if found is None:
                 break
-            if self._references[found] == 0:
-                if self._pins[found]:
-                    self._quarantined -= 1
-                else:
-                    del self._cached[found]
+            if found in self._cached:
+                if available_max <= 0:
+                    break
+                available_max -= 1
+                del self._cached[found]
+            elif self._references[found] == 0:
+                self._quarantined -= 1
             elif self._references[found] == 1:
                 self._shared += 1
             self._references[found] += 1

@@ -54,6 +54,8 @@ class StepOutput(NamedTuple):
 class StepDone(NamedTuple):
     step: int
     outputs: tuple[StepOutput, ...]
+    failed: tuple[Seq, ...] = ()
+    """Sequences whose logits allow no choice (NaN): they end with an error."""
 
 
 class PutDone(NamedTuple):

@@ -62,6 +62,8 @@ class Resident:
     sent: int = 0
     sent_ms: int = 0
     """When tokens were last sent, or acknowledged with others still under way."""
+    resent: bool = False
+    """Sent again since the last acknowledgement."""
     finish: FinishReason | None = None
     finish_sent: bool = False
     in_step: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepinfer.kvstore.core.requests import FinishReason
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.batch import plan
 from deepinfer.workers.core.events import RunStep, StepDone, StepPlan
@@ -75,10 +76,14 @@ class Steps:
             roster.counters.tokens_computed += len(chunk.token_ids)
             self._announce(resident)
             token = outputs.get(chunk.seq)
-            if chunk.sample and token is not None and end == len(resident.tokens):
+            if not chunk.sample or end != len(resident.tokens):
+                continue
+            if token is not None:
                 roster.counters.tokens_generated += 1
                 resident.accept(token)
-                self._settle(resident, now_ms)
+            elif chunk.seq in event.failed:
+                resident.finish = FinishReason.ERROR
+            self._settle(resident, now_ms)
         self._members = ()
         return tuple(present)
 

@@ -126,8 +126,14 @@ class Talk:
             return
         waiting = resident.acked < resident.sent or resident.finish_sent
         if waiting and now_ms - resident.sent_ms >= self._config.resend_ms:
+            if resident.resent:
+                # Twice without an answer: the gateway may have forgotten that this run speaks.
+                resident.resent = False
+                self.attach(resident, now_ms)
+                return
             self._roster.counters.resends += 1
             resident.sent, resident.finish_sent = resident.acked, False
+            resident.resent = True
             self.flush(resident, now_ms)
 
     # ---- the answers -----------------------------------------------------------------------
@@ -164,7 +170,9 @@ class Talk:
         roster = self._roster
         roster.redeem(resident)
         if not resident.blocks:
-            resident.blocks, resident.chain = roster.blocks.match(resident.tokens)
+            resident.blocks, resident.chain = roster.blocks.match(
+                resident.tokens, roster.spare
+            )
             resident.computed = len(resident.blocks) * self._config.block_size
             resident.cacheable = True
         missing = self._config.blocks_for(len(resident.tokens)) - len(resident.blocks)
@@ -204,6 +212,7 @@ class Talk:
             resident.acked = message.next_index
             resident.sent = max(resident.sent, resident.acked)
             resident.sent_ms = now_ms
+            resident.resent = False
 
     def _ask(self, resident: Resident) -> None:
         self._send(resident, Attach(resident.seq, resident.run, self._ref))
