@@ -126,7 +126,7 @@ class Manifest:
             len(self.group_hashes) == groups <= GROUPS_MAX,
             "group_hashes",
             f"{len(self.group_hashes)} hashes",
-            f"{groups} (at most {GROUPS_MAX}): one for every {self.group_blocks} of {self.blocks} blocks",
+            f"{groups} (of at most {GROUPS_MAX}), one for each {self.group_blocks} blocks",
         )
         low, high = min(self.group_hashes), max(self.group_hashes)
         _need(low >= 0 and high < _U64, "group_hashes", (low, high), "within 0 to 2**64 - 1")

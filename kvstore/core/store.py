@@ -198,9 +198,9 @@ class StoreCore:
         if call.epoch < self.epoch_seen:
             return StoreStatus.STALE_EPOCH
         self.epoch_seen = call.epoch
+        self._end_lives(call.writer.worker, call.writer.incarnation, effects)
         if call.ticket in self._sealed:
             return StoreStatus.SEALED
-        self._end_lives(call.writer.worker, call.writer.incarnation, effects)
         entry = self._entries.get(call.ticket)
         if entry is not None:
             if entry.writer != call.writer:
