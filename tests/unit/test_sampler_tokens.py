@@ -11,7 +11,7 @@ import torch
 
 from deepinfer.kvstore.core.requests import SamplingParams, Token
 from deepinfer.workers.philox import uniforms
-from deepinfer.workers.sampler import LogitsError, SampleRow, sample
+from deepinfer.workers.sampler import LogitsError, SampleRow, _draw, sample
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -249,3 +249,20 @@ def test_logits_are_left_alone_and_no_rows_is_fine() -> None:
     one(logits, params, stop_token_ids=[0], output_ids=[1], index=1)
     assert logits.tolist() == [[0.0] * 4]
     assert sample(torch.zeros(0, 4), []) == []
+
+
+def test_kept_ids_divide_the_unit_interval_in_ascending_order() -> None:
+    logits = np.log(np.array([0.3, 0.5, 0.2]))
+    nucleus = SamplingParams(top_p=0.75)  # keeps 1, then 0
+    assert [_draw(logits, nucleus, u) for u in (0.0, 0.37, 0.38, 1 - 2**-53)] == [0, 0, 1, 1]
+    # Each share is half open: of two equal ones, the second begins at exactly one half.
+    assert [_draw(np.zeros(2), SamplingParams(), u) for u in (0.5 - 2**-53, 0.5)] == [0, 1]
+
+
+def test_top_logprobs_rank_ties_by_id() -> None:
+    values = np.random.default_rng(2).integers(0, 3, 5000)
+    token = one(
+        torch.from_numpy(values)[None].float(), SamplingParams(temperature=0.0, logprobs=20)
+    )
+    expected = np.lexsort((np.arange(5000), -values))[:20].tolist()
+    assert [token_id for token_id, _ in token.top] == expected
