@@ -38,7 +38,15 @@ from deepinfer.gateway.core.record import Choice, Entry, Taken
 from deepinfer.gateway.core.reports import ReportSheet
 from deepinfer.gateway.core.streams import Stream
 from deepinfer.gateway.core.table import Cancels, RequestTable
-from deepinfer.kvstore.core.ids import GatewayId, Incarnation, Run, Seq, StreamId, WorkerRef
+from deepinfer.kvstore.core.ids import (
+    GatewayId,
+    Incarnation,
+    RequestId,
+    Run,
+    Seq,
+    StreamId,
+    WorkerRef,
+)
 from deepinfer.kvstore.core.messages import (
     Ack,
     Attach,
@@ -172,7 +180,7 @@ class GatewayCore:
         if old is not None:
             for choice, before in zip(entry.choices, old.choices, strict=True):
                 choice.attached = before.attached
-            self._forget(old)
+            self._table.remove(old)
         self._add(entry)
         return entry
 
@@ -482,6 +490,10 @@ class GatewayCore:
         self._effects.append(Report(report))
 
     # ---- looking in -----------------------------------------------------------------------
+
+    def holds(self, request: RequestId) -> bool:
+        """Whether there is a record of the request here."""
+        return self._table.get(request) is not None
 
     def snapshot(self) -> dict[str, object]:
         """Return counts for the status document."""

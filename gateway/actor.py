@@ -1,0 +1,163 @@
+"""The gateway as a process: a detached, restartable, asynchronous Ray actor.
+
+``deploy/`` wraps ``GatewayActor`` with ``ray.remote`` and creates it by name. It starts serving by
+itself, so that one that Ray has restarted serves again on the same port although nobody calls it.
+Nothing in this module imports Ray: how to find the controller is a function it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.gateway.intake import ModelCard
+from deepinfer.gateway.reporting import Reporter
+from deepinfer.gateway.service import build_server
+from deepinfer.gateway.shell import Shell
+from deepinfer.kvstore.core.ids import GatewayId, Incarnation
+from deepinfer.text.load import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+BIND_ATTEMPTS = 50
+BIND_RETRY_S = 0.2
+STOP_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """All that one gateway process is told; picklable.
+
+    Raises:
+        ValueError: token or secret is empty.
+    """
+
+    gateway: str
+    model: str
+    """The name that clients use."""
+    model_path: str
+    """Where its tokenizer is: a Hugging Face folder or a GGUF file."""
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_cache_dtype: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one; a restarted gateway has the same one only if it is named here."""
+    token: str = field(repr=False)
+    secret: bytes = field(repr=False)
+    """The cluster's secret: the same at every gateway."""
+    config: GatewayConfig = field(default_factory=GatewayConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("gateway", "token", "secret"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: must not be")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerAccess:
+    """How a gateway reaches the controller; picklable, for Ray carries it.
+
+    Both raise OSError, RuntimeError or LookupError while there is none.
+    """
+
+    find: Callable[[], Awaitable[str]]
+    """Where its ``Control`` service is, host:port."""
+    status: Callable[[], Awaitable[Mapping[str, object]]]
+    """Its status document; raises ``gateway.service.StatusUnavailableError`` too."""
+
+
+class GatewayActor:
+    """One gateway. Construct it inside a running event loop, as Ray does for async actors."""
+
+    def __init__(self, settings: GatewaySettings, controller: ControllerAccess) -> None:
+        self._settings = settings
+        self._controller = controller
+        self._incarnation = Incarnation(time.time_ns() // 1_000)
+        self._server: grpc.aio.Server | None = None
+        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve())
+        self._serving.add_done_callback(self._stopped)
+
+    async def address(self) -> str:
+        """Where it serves, host:port, once it does."""
+        return await asyncio.shield(self._address)
+
+    async def incarnation(self) -> int:
+        """Microseconds since 1970 when this life began: higher in every later one."""
+        return self._incarnation
+
+    async def pid(self) -> int:
+        """The process's id."""
+        return os.getpid()
+
+    async def stop(self) -> None:
+        """End every stream and the server; clients go to another gateway, or come back later."""
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        tokenizer = await asyncio.to_thread(load_tokenizer, Path(settings.model_path))
+        card = ModelCard(
+            model=settings.model,
+            tokenizer=tokenizer,
+            max_context_tokens=settings.max_context_tokens,
+            vocab_size=settings.vocab_size,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            eos_token_ids=settings.eos_token_ids,
+        )
+        shell = Shell(GatewayId(settings.gateway), self._incarnation, settings.config, card)
+        server = build_server(
+            shell, token=settings.token, secret=settings.secret, status=self._controller.status
+        )
+        port = await _bind(server, settings.host, settings.port)
+        await server.start()
+        address = f"{settings.host}:{port}"
+        reporter = Reporter(shell, self._controller.find, address=address, token=settings.token)
+        self._address.set_result(address)
+        log.info("gateway %s serves at %s", settings.gateway, address)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(shell.tick())
+                tasks.create_task(reporter.run())
+        finally:
+            await server.stop(STOP_GRACE_S)
+
+    def _stopped(self, serving: asyncio.Task[None]) -> None:
+        if serving.cancelled():
+            self._address.cancel()
+            return
+        error = serving.exception()
+        if error is not None:
+            log.error("gateway %s fails", self._settings.gateway, exc_info=error)
+            if not self._address.done():
+                self._address.set_exception(error)
+                return
+            # Half a gateway is worse than none: clients would wait on it. Ray starts it anew.
+            os._exit(1)
+
+
+async def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Bind, waiting for a predecessor's sockets to go if the port is a fixed one.
+
+    Raises:
+        RuntimeError: the port stays taken.
+    """
+    for attempt in range(BIND_ATTEMPTS):
+        try:
+            return server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            if port == 0 or attempt == BIND_ATTEMPTS - 1:
+                raise
+            await asyncio.sleep(BIND_RETRY_S)
+    raise AssertionError("the last attempt returns or raises")

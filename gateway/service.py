@@ -1,0 +1,287 @@
+"""The gateway's gRPC services: ``Inference`` for clients, ``WorkerLink`` for workers.
+
+Handlers translate, tell the shell, and write what it hands them. Errors:
+
+===================  =======================================================================
+UNAUTHENTICATED      no bearer token, or a wrong one (``auth.RequireToken``)
+PERMISSION_DENIED    the resume key does not belong to the request id
+INVALID_ARGUMENT     a field is out of range; ``google.rpc.BadRequest`` names it
+NOT_FOUND            another model is served
+RESOURCE_EXHAUSTED   a bound of this gateway, or no pool could ever hold the request
+UNAVAILABLE          the gateway is full (to a Resume), is stopping, or reaches no controller
+ABORTED              a newer attempt of the same client is served
+===================  =======================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import (  # type: ignore[import-untyped]  # has no stubs
+    code_pb2,
+    error_details_pb2,
+    status_pb2,
+)
+from grpc_status import rpc_status
+
+from deepinfer.gateway import wire
+from deepinfer.gateway.auth import RequireToken
+from deepinfer.gateway.core.events import AbortRequest, Code, EndStream, StreamReady, ToStream
+from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
+from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
+from deepinfer.gateway.shell import ClientStream, Shell, WorkerLink
+from deepinfer.kvstore.core.ids import RequestId
+from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
+from deepinfer.kvstore.core.requests import InvalidRequestError, RequestRecord
+from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
+
+MESSAGE_BYTES_MAX = 4 << 20
+INLINE_CHARS_MAX = 8_192
+"""Longer inputs are tokenized in a thread, so that the other streams go on."""
+CHOICES_MAX = 64
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # or a second server on the port would silently take half the calls
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+Status: TypeAlias = Callable[[], Awaitable[Mapping[str, object]]]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class StatusUnavailableError(RuntimeError):
+    """The controller does not answer."""
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """What clients call.
+
+    Args:
+        shell: the gateway.
+        secret: the cluster's secret, from which resume keys are made.
+        status: asks the controller for its status document; may raise StatusUnavailableError.
+    """
+
+    def __init__(self, shell: Shell, secret: bytes, status: Status) -> None:
+        self._shell = shell
+        self._secret = secret
+        self._status = status
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        """Accept a request and stream its tokens."""
+        request_id = mint_request_id(self._shell.gateway)
+        ask, record = await self._record(request, request_id, self._shell.now_ms(), context)
+        stream = self._shell.generate(
+            record,
+            resume_key(self._secret, request_id),
+            continues_text=ask.continues_text,
+            include_events=ask.include_events,
+        )
+        await self._write_all(stream, context)
+
+    async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
+        """Go on behind what the client has."""
+        await self._check_key(request.request_id, request.resume_key, context)
+        now_ms = self._shell.now_ms()
+        arrival_ms = request.arrival_ms if 0 < request.arrival_ms < now_ms else now_ms
+        request_id = RequestId(request.request_id)
+        ask, record = await self._record(request.request, request_id, arrival_ms, context)
+        try:
+            received = wire.received_from(request.progress, record.sampling.n)
+        except InvalidRequestError as error:
+            await _abort_invalid(context, error)
+        stream = self._shell.resume(
+            record,
+            request.resume_key,
+            claim=request.claim,
+            received=received,
+            continues_text=ask.continues_text,
+            include_events=ask.include_events,
+        )
+        await self._write_all(stream, context)
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        """End a request, known here or not, and free all it holds."""
+        await self._check_key(request.request_id, request.resume_key, context)
+        choices = max(1, request.n)
+        if choices > CHOICES_MAX:
+            allowed = f"at most {CHOICES_MAX}"
+            await _abort_invalid(context, InvalidRequestError("n", request.n, allowed))
+        self._shell.tell(AbortRequest(RequestId(request.request_id), request.claim, choices))
+        return inference_pb2.AbortResponse()
+
+    async def GetStatus(
+        self, request: inference_pb2.GetStatusRequest, context: Context
+    ) -> inference_pb2.GetStatusResponse:
+        """The controller's status document, with this gateway's counts added."""
+        try:
+            document = dict(await self._status())
+        except StatusUnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        document["gateway"] = {"name": self._shell.gateway, **self._shell.snapshot()}
+        return inference_pb2.GetStatusResponse(json=json.dumps(document, sort_keys=True))
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model that is served."""
+        card = self._shell.card
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.ModelInfo(
+                    id=card.model,
+                    max_context_tokens=card.max_context_tokens,
+                    vocab_size=card.vocab_size,
+                    eos_token_ids=card.eos_token_ids,
+                    kv_cache_dtype=card.kv_cache_dtype,
+                    has_chat_template=card.has_chat_template,
+                )
+            ]
+        )
+
+    async def _check_key(self, request_id: str, key: str, context: Context) -> None:
+        if not is_resume_key(self._secret, request_id, key):
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"resume_key does not belong to request_id {request_id[:80]!r}",
+            )
+
+    async def _record(
+        self,
+        said: inference_pb2.GenerateRequest,
+        request_id: RequestId,
+        arrival_ms: int,
+        context: Context,
+    ) -> tuple[Ask, RequestRecord]:
+        def build(ask: Ask) -> RequestRecord:
+            return build_record(
+                ask,
+                self._shell.card,
+                request_id,
+                arrival_ms=arrival_ms,
+                default_seed=seed_of(request_id),
+            )
+
+        try:
+            ask = wire.ask_from(said)
+            if ask.input_chars <= INLINE_CHARS_MAX:
+                return ask, build(ask)
+            return ask, await asyncio.to_thread(build, ask)
+        except InvalidRequestError as error:
+            await _abort_invalid(context, error)
+        except UnknownModelError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    async def _write_all(self, stream: ClientStream, context: Context) -> None:
+        try:
+            effect = await stream.next()
+            while isinstance(effect, ToStream):
+                await context.write(self._response(stream, effect))
+                self._shell.tell(StreamReady(stream.stream))
+                effect = await stream.next()
+        finally:
+            self._shell.close_stream(stream)
+        await _end(effect, context)
+
+    def _response(self, stream: ClientStream, effect: ToStream) -> inference_pb2.GenerateResponse:
+        match effect.message:
+            case Accepted() as accepted:
+                return wire.accepted_to(accepted, stream.record, self._shell.gateway)
+            case Delta() as delta:
+                text = stream.texts[delta.choice].push(tuple(t.id for t in delta.tokens))
+                logprobs = stream.record.sampling.logprobs is not None
+                return wire.delta_to(delta, text, logprobs=logprobs)
+            case Notice() as notice:
+                return wire.notice_to(notice)
+            case Finished() as finished:
+                assert effect.usage is not None, "the core sends usage with every Finished"
+                shown = stream.texts[finished.choice]
+                return wire.finished_to(
+                    finished,
+                    effect.usage,
+                    shown.finish(),
+                    stop_string=shown.stop_string,
+                    stop_token=shown.stop_token(finished.reason),
+                )
+
+
+class WorkerLinkService(link_pb2_grpc.WorkerLinkServicer):
+    """What workers connect to."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[link_pb2.FromWorker], context: Context
+    ) -> None:
+        """Carry one worker's messages, both ways, until either side ends it."""
+        try:
+            hello = await anext(request_iterator, None)
+            if hello is None or hello.WhichOneof("message") != "hello":
+                raise wire.LinkError("the first message must be hello")
+            link = self._shell.open_link(wire.worker_ref_from(hello.hello.worker))
+        except wire.LinkError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        writer = asyncio.create_task(self._write(link, context))
+        reader = asyncio.create_task(self._read(link, request_iterator))
+        try:
+            done, _ = await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+            problems = [e for task in done if (e := task.exception()) is not None]
+        finally:
+            self._shell.close_link(link)
+            for task in (writer, reader):
+                task.cancel()
+            await asyncio.gather(writer, reader, return_exceptions=True)
+        for problem in problems:
+            if isinstance(problem, wire.LinkError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+            raise problem
+        if link.broken:
+            await context.abort(grpc.StatusCode.ABORTED, "replaced by a newer link, or too slow")
+
+    async def _write(self, link: WorkerLink, context: Context) -> None:
+        while (message := await link.next()) is not None:
+            await context.write(wire.to_worker(message))
+
+    async def _read(self, link: WorkerLink, messages: AsyncIterator[link_pb2.FromWorker]) -> None:
+        async for message in messages:
+            self._shell.from_worker(link, wire.from_worker(message, link.worker))
+
+
+def build_server(shell: Shell, *, token: str, secret: bytes, status: Status) -> grpc.aio.Server:
+    """A server with both services, every call of which needs the token; not bound, not started."""
+    server = grpc.aio.server(interceptors=[RequireToken(token)], options=SERVER_OPTIONS)
+    inference_pb2_grpc.add_InferenceServicer_to_server(
+        InferenceService(shell, secret, status), server
+    )
+    link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(shell), server)
+    return server
+
+
+async def _end(effect: EndStream, context: Context) -> None:
+    if effect.code is not Code.OK:
+        await context.abort(grpc.StatusCode[effect.code.value], effect.message)
+
+
+async def _abort_invalid(context: Context, error: InvalidRequestError) -> NoReturn:
+    """INVALID_ARGUMENT, with the field for programs and all of it for people."""
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field=error.name, description=str(error)
+    )
+    detail = AnyMessage()
+    detail.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    status = rpc_status.to_status(
+        status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=str(error), details=[detail])
+    )
+    await context.abort(status.code, status.details, status.trailing_metadata)

@@ -1,0 +1,244 @@
+"""The gateway around its core: streams, links, the clock, and performing what the core asks for.
+
+Everything runs on one event loop; ``Shell.tell`` is synchronous and performs every effect before
+it returns, so the core sees the world in one order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.gateway.core.events import (
+    EndStream,
+    Event,
+    Forget,
+    FromWorker,
+    Generate,
+    Report,
+    ReportLinkUp,
+    Resume,
+    Scan,
+    SendToWorker,
+    StreamClosed,
+    Tick,
+    ToStream,
+    WorkerLinkDown,
+)
+from deepinfer.gateway.core.gateway import GatewayCore
+from deepinfer.gateway.intake import ModelCard
+from deepinfer.gateway.text import ChoiceText, Scanner, text_of
+from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StreamId, WorkerRef
+from deepinfer.kvstore.core.messages import GatewayReport, ToGateway, ToWorker
+from deepinfer.kvstore.core.requests import RequestRecord
+
+TICK_S = 0.05
+LINK_QUEUE_MAX = 65_536
+"""Messages that wait for one worker's link; a link with more is broken, and the worker attaches
+anew."""
+
+
+def wall_clock() -> Callable[[], int]:
+    """A clock in milliseconds since 1970 that only goes forward, at the pace of the monotonic one.
+
+    Arrival times and deadlines are compared between machines, so it starts at the wall's time.
+    """
+    start_ms, start_ns = time.time_ns() // 1_000_000, time.monotonic_ns()
+    return lambda: start_ms + (time.monotonic_ns() - start_ns) // 1_000_000
+
+
+class ClientStream:
+    """One client's stream, as its handler sees it: what to write next, and in what words."""
+
+    def __init__(self, stream: StreamId, record: RequestRecord, texts: list[ChoiceText]) -> None:
+        self.stream = stream
+        self.record = record
+        self.texts = texts
+        self._waiting: asyncio.Queue[ToStream | EndStream] = asyncio.Queue()
+
+    def put(self, effect: ToStream | EndStream) -> None:
+        """The core's next message, or the end."""
+        self._waiting.put_nowait(effect)
+
+    async def next(self) -> ToStream | EndStream:
+        """Wait for what to write."""
+        return await self._waiting.get()
+
+
+class WorkerLink:
+    """One worker's link: what waits to be written to it."""
+
+    def __init__(self, worker: WorkerRef) -> None:
+        self.worker = worker
+        self._waiting: asyncio.Queue[ToWorker | None] = asyncio.Queue(LINK_QUEUE_MAX)
+        self.broken = False
+
+    def put(self, message: ToWorker) -> None:
+        """Send a message; on a link that does not take them any more, break it."""
+        try:
+            self._waiting.put_nowait(message)
+        except asyncio.QueueFull:
+            self.close()
+
+    def close(self) -> None:
+        """End the link from this side."""
+        self.broken = True
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
+        self._waiting.put_nowait(None)
+
+    async def next(self) -> ToWorker | None:
+        """Wait for the next message; None when the link is to end."""
+        return await self._waiting.get()
+
+
+class Shell:
+    """Owns the core; everything else goes through ``tell``."""
+
+    def __init__(
+        self,
+        gateway: GatewayId,
+        incarnation: Incarnation,
+        config: GatewayConfig,
+        card: ModelCard,
+        *,
+        now_ms: Callable[[], int] | None = None,
+    ) -> None:
+        self.gateway = gateway
+        self.card = card
+        self.now_ms = now_ms or wall_clock()
+        self.core = GatewayCore(gateway, incarnation, config, now_ms=self.now_ms())
+        self._scanner = Scanner(card.tokenizer)
+        self._events: deque[Event] = deque()
+        self._telling = False
+        self._streams: dict[StreamId, ClientStream] = {}
+        self._last_stream = 0
+        self._links: dict[WorkerRef, WorkerLink] = {}
+        self._send_report: Callable[[GatewayReport], None] | None = None
+
+    # ---- the core --------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        """Give the core an event, and whatever follows from it."""
+        self._events.append(event)
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._events:
+                for effect in self.core.handle(self._events.popleft(), self.now_ms()):
+                    match effect:
+                        case ToStream() | EndStream():
+                            stream = self._streams.get(effect.stream)
+                            if stream is not None:
+                                stream.put(effect)
+                        case SendToWorker(worker, message):
+                            link = self._links.get(worker)
+                            if link is not None:
+                                link.put(message)
+                        case Scan():
+                            self._events.append(self._scanner.scan(effect))
+                        case Report(report):
+                            if self._send_report is not None:
+                                self._send_report(report)
+                        case Forget(request):
+                            self._scanner.forget(request)
+        finally:
+            self._telling = False
+
+    async def tick(self) -> None:
+        """Let time pass for the core, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tell(Tick())
+
+    # ---- clients ---------------------------------------------------------------------------
+
+    def generate(
+        self, record: RequestRecord, resume_key: str, *, continues_text: bool, include_events: bool
+    ) -> ClientStream:
+        """Open the first stream of a request."""
+        received = ((),) * record.sampling.n
+        stream = self._open(record, received, continues_text=continues_text)
+        self.tell(Generate(stream.stream, record, resume_key, include_events))
+        return self._opened(stream)
+
+    def resume(
+        self,
+        record: RequestRecord,
+        resume_key: str,
+        *,
+        claim: int,
+        received: tuple[tuple[int, ...], ...],
+        continues_text: bool,
+        include_events: bool,
+    ) -> ClientStream:
+        """Open a further stream of a request, behind what its client has."""
+        stream = self._open(record, received, continues_text=continues_text)
+        self.tell(Resume(stream.stream, record, resume_key, claim, received, include_events))
+        return self._opened(stream)
+
+    def _open(
+        self,
+        record: RequestRecord,
+        received: tuple[tuple[int, ...], ...],
+        *,
+        continues_text: bool,
+    ) -> ClientStream:
+        self._last_stream += 1
+        stream_id = StreamId(self._last_stream)
+        texts = [
+            ChoiceText(
+                text_of(self.card.tokenizer, record, continues_text=continues_text), record, tokens
+            )
+            for tokens in received
+        ]
+        self._scanner.add(record, continues_text=continues_text)
+        self._streams[stream_id] = ClientStream(stream_id, record, texts)
+        return self._streams[stream_id]
+
+    def _opened(self, stream: ClientStream) -> ClientStream:
+        if not self.core.holds(stream.record.request):  # it was refused
+            self._scanner.forget(stream.record.request)
+        return stream
+
+    def close_stream(self, stream: ClientStream) -> None:
+        """The stream's handler is done with it, however it came to that."""
+        if self._streams.pop(stream.stream, None) is not None:
+            self.tell(StreamClosed(stream.stream))
+
+    # ---- workers ---------------------------------------------------------------------------
+
+    def open_link(self, worker: WorkerRef) -> WorkerLink:
+        """A worker has connected; an older link of the same life ends."""
+        old = self._links.get(worker)
+        if old is not None:
+            old.close()
+        link = self._links[worker] = WorkerLink(worker)
+        return link
+
+    def from_worker(self, link: WorkerLink, message: ToGateway) -> None:
+        """A message has come on a link."""
+        if self._links.get(link.worker) is link:
+            self.tell(FromWorker(link.worker, message))
+
+    def close_link(self, link: WorkerLink) -> None:
+        """The link's handler is done with it."""
+        if self._links.get(link.worker) is link:
+            del self._links[link.worker]
+            self.tell(WorkerLinkDown(link.worker))
+
+    # ---- the controller --------------------------------------------------------------------
+
+    def report_to(self, send: Callable[[GatewayReport], None] | None) -> None:
+        """Where reports go from now on; None: nowhere."""
+        self._send_report = send
+        if send is not None:
+            self.tell(ReportLinkUp())
+
+    def snapshot(self) -> dict[str, object]:
+        """Counts for the status document."""
+        return self.core.snapshot() | {"worker_links": len(self._links)}

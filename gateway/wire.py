@@ -1,0 +1,404 @@
+"""Between protobuf and the core's values; the only module here, with the services, that sees both.
+
+Decoding raises ``InvalidRequestError`` (a client's fault) or ``LinkError`` (a worker's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from deepinfer.gateway.core.events import ChoiceUsage
+from deepinfer.gateway.intake import Ask
+from deepinfer.kvstore.core.ids import (
+    Incarnation,
+    RequestId,
+    Run,
+    Seq,
+    StoreId,
+    WorkerId,
+    WorkerRef,
+)
+from deepinfer.kvstore.core.messages import (
+    Accepted,
+    Ack,
+    Attach,
+    Attached,
+    AttachRefused,
+    Delta,
+    Disown,
+    Drop,
+    Finished,
+    GatewayReport,
+    Notice,
+    NoticeKind,
+    Reject,
+    ReportReply,
+    RequestLevel,
+    ToGateway,
+    Tokens,
+    ToWorker,
+)
+from deepinfer.kvstore.core.requests import (
+    FinishReason,
+    InvalidRequestError,
+    RequestRecord,
+    SamplingParams,
+    Token,
+)
+from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
+
+_SCALARS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "max_tokens",
+    "min_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "n",
+    "logprobs",
+    "seed",
+)
+_FINISH_NAMES = {reason.value: reason for reason in FinishReason}
+
+
+class LinkError(ValueError):
+    """A worker sent something that is no message of the link."""
+
+
+# ---- clients ask ---------------------------------------------------------------------------
+
+
+def sampling_from(said: inference_pb2.SamplingParams) -> SamplingParams:
+    """Read sampling parameters; what is unset takes its default."""
+    given = {name: getattr(said, name) for name in _SCALARS if said.HasField(name)}
+    return SamplingParams(**given, stop=tuple(said.stop), stop_token_ids=tuple(said.stop_token_ids))
+
+
+def ask_from(said: inference_pb2.GenerateRequest) -> Ask:
+    """Read a request."""
+    which = said.WhichOneof("input")
+    return Ask(
+        model=said.model,
+        text=said.text if which == "text" else None,
+        input_ids=tuple(said.tokenized.input_ids) if which == "tokenized" else None,
+        messages=(
+            tuple((message.role, message.content) for message in said.chat.messages)
+            if which == "chat"
+            else None
+        ),
+        sampling=sampling_from(said.sampling_params),
+        max_tokens_given=said.sampling_params.HasField("max_tokens"),
+        priority=said.priority,
+        deadline_ms=said.deadline_ms if said.HasField("deadline_ms") else None,
+        exact=said.exact,
+        include_events=said.include_events,
+    )
+
+
+def received_from(
+    progress: Sequence[inference_pb2.ChoiceProgress], choices: int
+) -> tuple[tuple[int, ...], ...]:
+    """Read what a resuming client has; a choice it does not name has nothing yet."""
+    received: list[tuple[int, ...]] = [()] * choices
+    for entry in progress:
+        if entry.index >= choices:
+            raise InvalidRequestError("progress.index", entry.index, f"below n = {choices}")
+        received[entry.index] = tuple(entry.token_ids)
+    return tuple(received)
+
+
+# ---- clients are told ----------------------------------------------------------------------
+
+
+def accepted_to(
+    accepted: Accepted, record: RequestRecord, gateway: str
+) -> inference_pb2.GenerateResponse:
+    """Write the first message of a stream."""
+    return inference_pb2.GenerateResponse(
+        accepted=inference_pb2.Accepted(
+            request_id=accepted.request,
+            resume_key=accepted.resume_key,
+            prompt_tokens=accepted.prompt_tokens,
+            claim=accepted.claim,
+            seed=record.seed,
+            arrival_ms=record.arrival_ms,
+            gateway=gateway,
+        )
+    )
+
+
+def delta_to(delta: Delta, text: str, *, logprobs: bool) -> inference_pb2.GenerateResponse:
+    """Write tokens and the text that they made safe to show."""
+    return inference_pb2.GenerateResponse(
+        chunk=inference_pb2.GenerateStreamChunk(
+            token_ids=[token.id for token in delta.tokens],
+            index=delta.choice,
+            position=delta.index,
+            text=text,
+            output_logprobs=_logprobs_to(delta.tokens) if logprobs else None,
+        )
+    )
+
+
+def _logprobs_to(tokens: Sequence[Token]) -> inference_pb2.OutputLogProbs:
+    return inference_pb2.OutputLogProbs(
+        token_ids=[token.id for token in tokens],
+        token_logprobs=[float("nan") if t.logprob is None else t.logprob for t in tokens],
+        top_logprobs=[
+            inference_pb2.TopLogProbs(
+                token_ids=[token_id for token_id, _ in token.top],
+                values=[value for _, value in token.top],
+            )
+            for token in tokens
+        ],
+    )
+
+
+def notice_to(notice: Notice) -> inference_pb2.GenerateResponse:
+    """Write a notice."""
+    return inference_pb2.GenerateResponse(
+        notice=inference_pb2.Notice(
+            kind=notice.kind.name,
+            index=notice.seq.choice,
+            worker=notice.worker,
+            store=notice.store or "",
+            blocks=notice.blocks,
+            payload_bytes=notice.payload_bytes,
+            copy_us=notice.copy_us,
+            run_epoch=notice.run.epoch,
+            run_counter=notice.run.counter,
+            number=notice.number,
+        )
+    )
+
+
+def finished_to(
+    finished: Finished,
+    usage: ChoiceUsage,
+    text: str,
+    *,
+    stop_string: str | None,
+    stop_token: int | None,
+) -> inference_pb2.GenerateResponse:
+    """Write the end of a choice: the rest of its text, why it ended, what it cost."""
+    complete = inference_pb2.GenerateComplete(
+        finish_reason=finished.reason.value,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        index=finished.choice,
+        text=text,
+        message=finished.message,
+        swap_stats=inference_pb2.SwapStats(
+            swaps=usage.swaps,
+            resumes=usage.resumes,
+            recomputes=usage.recomputes,
+            failed=usage.swap_failures,
+            offload_bytes=usage.offload_bytes,
+            offload_us=usage.copy_out_us,
+            reload_us=usage.copy_in_us,
+            stall_us=usage.stall_ms * 1000,
+        ),
+    )
+    if stop_string is not None:
+        complete.matched_stop_str = stop_string
+    elif stop_token is not None:
+        complete.matched_token_id = stop_token
+    if usage.ttft_ms is not None and usage.last_token_ms is not None:
+        complete.ttft_us = usage.ttft_ms * 1000
+        if usage.completion_tokens > 1:
+            spread_us = (usage.last_token_ms - usage.ttft_ms) * 1000
+            complete.tpot_us = spread_us // (usage.completion_tokens - 1)
+    return inference_pb2.GenerateResponse(complete=complete)
+
+
+# ---- workers -------------------------------------------------------------------------------
+
+
+def run_from(said: ids_pb2.Run) -> Run:
+    """Read a run."""
+    return Run(said.epoch, said.counter)
+
+
+def seq_from(said: ids_pb2.Seq) -> Seq:
+    """Read a sequence."""
+    return Seq(RequestId(said.request), said.choice)
+
+
+def worker_ref_from(said: ids_pb2.WorkerRef) -> WorkerRef:
+    """Read a worker's life.
+
+    Raises:
+        LinkError: it has no name.
+    """
+    if not said.worker:
+        raise LinkError("hello.worker.worker = '': must not be empty")
+    return WorkerRef(WorkerId(said.worker), Incarnation(said.incarnation))
+
+
+def from_worker(said: link_pb2.FromWorker, worker: WorkerRef) -> ToGateway:
+    """Read a message of the link after its Hello.
+
+    Raises:
+        LinkError: no message, a second Hello, or a value outside its enum.
+    """
+    match said.WhichOneof("message"):
+        case "attach":
+            return Attach(seq_from(said.attach.seq), run_from(said.attach.run), worker)
+        case "tokens":
+            tokens = said.tokens
+            finish = tokens.finish_reason
+            if finish and finish not in _FINISH_NAMES:
+                allowed = ", ".join(_FINISH_NAMES)
+                raise LinkError(f"tokens.finish_reason = {finish!r}: must be one of {allowed}")
+            return Tokens(
+                seq_from(tokens.seq),
+                run_from(tokens.run),
+                tokens.index,
+                tuple(map(_token_from, tokens.tokens)),
+                _FINISH_NAMES[finish] if finish else None,
+            )
+        case "notice":
+            return _notice_from(said.notice, worker)
+        case other:
+            raise LinkError(f"message = {other}: must be attach, tokens or notice")
+
+
+def _token_from(said: link_pb2.LinkToken) -> Token:
+    if len(said.top_ids) != len(said.top_logprobs):
+        raise LinkError(
+            f"token: {len(said.top_ids)} top_ids and {len(said.top_logprobs)} top_logprobs: "
+            "must be as many"
+        )
+    return Token(
+        said.id,
+        said.logprob if said.HasField("logprob") else None,
+        tuple(zip(said.top_ids, said.top_logprobs, strict=True)),
+    )
+
+
+def _notice_from(said: link_pb2.LinkNotice, worker: WorkerRef) -> Notice:
+    notice = said.notice
+    kinds: Mapping[int, str] = {v.number: v.name for v in notice.Kind.DESCRIPTOR.values}
+    name = kinds.get(notice.kind, "")
+    if name not in NoticeKind.__members__:
+        allowed = ", ".join(NoticeKind.__members__)
+        raise LinkError(f"notice.kind = {notice.kind}: must be one of {allowed}")
+    return Notice(
+        seq=seq_from(said.seq),
+        run=Run(notice.run_epoch, notice.run_counter),
+        number=notice.number,
+        kind=NoticeKind[name],
+        worker=worker.worker,
+        store=StoreId(notice.store) if notice.store else None,
+        blocks=notice.blocks,
+        payload_bytes=notice.payload_bytes,
+        copy_us=notice.copy_us,
+    )
+
+
+def _run_to(run: Run) -> ids_pb2.Run:
+    return ids_pb2.Run(epoch=run.epoch, counter=run.counter)
+
+
+def _seq_to(seq: Seq) -> ids_pb2.Seq:
+    return ids_pb2.Seq(request=seq.request, choice=seq.choice)
+
+
+def to_worker(message: ToWorker) -> link_pb2.ToWorker:
+    """Write an answer to a worker."""
+    seq, run = _seq_to(message.seq), _run_to(message.run)
+    match message:
+        case Attached():
+            return link_pb2.ToWorker(
+                attached=link_pb2.Attached(
+                    seq=seq, run=run, record=record_to(message.record), tokens=message.tokens
+                )
+            )
+        case AttachRefused():
+            highest = None if message.highest is None else _run_to(message.highest)
+            return link_pb2.ToWorker(
+                refused=link_pb2.AttachRefused(seq=seq, run=run, highest=highest)
+            )
+        case Ack():
+            return link_pb2.ToWorker(
+                ack=link_pb2.Ack(
+                    seq=seq, run=run, next_index=message.next_index, finished=message.finished
+                )
+            )
+        case Drop():
+            return link_pb2.ToWorker(drop=link_pb2.Drop(seq=seq, run=run))
+
+
+def record_to(record: RequestRecord) -> link_pb2.RequestRecord:
+    """Write a record for the worker that runs it: every sampling field set."""
+    sampling = inference_pb2.SamplingParams(
+        stop=record.sampling.stop, stop_token_ids=record.sampling.stop_token_ids
+    )
+    for name in _SCALARS:
+        value = getattr(record.sampling, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    return link_pb2.RequestRecord(
+        request_id=record.request,
+        prompt_ids=record.prompt_ids,
+        sampling_params=sampling,
+        arrival_ms=record.arrival_ms,
+        seed=record.seed,
+        priority=record.priority,
+        deadline_ms=record.deadline_ms,
+        exact=record.exact,
+        stop_token_ids=record.stop_token_ids,
+    )
+
+
+# ---- the controller ------------------------------------------------------------------------
+
+
+def report_to(
+    report: GatewayReport, address: str, counters: Mapping[str, float]
+) -> control_pb2.GatewayReport:
+    """Write a report."""
+    return control_pb2.GatewayReport(
+        gateway=report.gateway,
+        incarnation=report.incarnation,
+        number=report.number,
+        complete=report.complete,
+        epoch_seen=report.epoch_seen,
+        requests=map(_level_to, report.requests),
+        gone=map(_seq_to, report.gone),
+        address=address,
+        counters=counters,
+    )
+
+
+def _level_to(level: RequestLevel) -> control_pb2.RequestLevel:
+    return control_pb2.RequestLevel(
+        seq=_seq_to(level.seq),
+        claim=level.claim,
+        cancelled=level.cancelled,
+        prompt_tokens=level.prompt_tokens,
+        max_tokens=level.max_tokens,
+        held_tokens=level.held_tokens,
+        arrival_ms=level.arrival_ms,
+        priority=level.priority,
+        deadline_ms=level.deadline_ms,
+        exact=level.exact,
+        attached=None if level.attached is None else _run_to(level.attached),
+    )
+
+
+def reply_from(said: control_pb2.ReportReply) -> ReportReply:
+    """Read the controller's answer."""
+    return ReportReply(
+        epoch=said.epoch,
+        number=said.number,
+        resync=said.resync,
+        disown=tuple(Disown(seq_from(d.seq), d.claim) for d in said.disown),
+        reject=tuple(Reject(seq_from(r.seq), r.blocks_needed, r.blocks_total) for r in said.reject),
+    )
