@@ -260,7 +260,9 @@ def test_kept_ids_divide_the_unit_interval_in_ascending_order() -> None:
 
 
 def test_top_logprobs_rank_ties_by_id() -> None:
-    values = np.random.default_rng(2).integers(0, 3, 5000)
+    # Ten of the largest among thousands of the next: the sort sees both.
+    values = np.zeros(5000)
+    values[np.random.default_rng(2).choice(5000, 10, replace=False)] = 1.0
     token = one(
         torch.from_numpy(values)[None].float(), SamplingParams(temperature=0.0, logprobs=20)
     )
