@@ -155,4 +155,4 @@ class Network:
         """Let everything go that a script holds."""
         held, self.held = self.held, []
         for _, _, _, act, args in held:
-            act(*args)
+            self.engine.after(1, act, *args)

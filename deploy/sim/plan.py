@@ -142,11 +142,11 @@ def draw(seed: int) -> Plan:
         WorkerPlan(
             name=f"w{i}",
             node=rng.choice(nodes),
-            blocks=rng.randrange(3, 13),
+            blocks=rng.choice((3, 4, 5, 6, 8, 12)),
             prefill_chunk_tokens=rng.choice((2, 3, 8, 64)),
             max_batch_tokens=rng.choice((4, 8, 64)),
             max_batch_seqs=rng.choice((1, 2, 8, 8)),
-            step_ms=rng.choice((2, 5, 15)),
+            step_ms=rng.choice((3, 10, 30)),
         )
         for i in range(rng.choice((1, 2, 2, 3)))
     )
@@ -155,12 +155,12 @@ def draw(seed: int) -> Plan:
         StorePlan(
             name=f"s{i}",
             node=nodes[i],
-            budget_blocks=rng.choice((0, 2, 4, 8, 32, 32)),
-            tickets_max=rng.choice((1, 4, 64, 64)),
+            budget_blocks=rng.choice((0, 3, 8, 32, 32, 32)),
+            tickets_max=rng.choice((1, 3, 64, 64, 64)),
         )
         for i in range(rng.choice((1, 1, 2)))
     )
-    busy_ms = rng.choice((1, 50, 400))
+    busy_ms = rng.choice((1, 50, 200))
     clients = tuple(
         _client(rng, i, prefixes, block_size, largest, busy_ms) for i in range(rng.randrange(2, 7))
     )
@@ -187,8 +187,8 @@ def draw(seed: int) -> Plan:
         growth_reserve_blocks=rng.choice((0, 1, 1, 2)),
         min_residency_tokens=rng.choice((0, 1, 4, 16)),
         reserve_slack_tokens=rng.choice((0, 2, 8)),
-        max_swapped_requests=rng.choice((0, 1, 2, None, None)),
-        cpu_offload=rng.random() < 0.9,
+        max_swapped_requests=rng.choice((0, 1, 2, None, None, None, None)),
+        cpu_offload=rng.random() < 0.95,
         policy=rng.choice(("lru", "lru", "youngest", "cost")),
         prefix_cache=rng.random() < 0.7,
         report_ms=rng.choice((50, 100)),
@@ -206,10 +206,10 @@ def _client(
     busy_ms: int,
 ) -> ClientPlan:
     room = largest_pool * block_size
-    # Mostly what the largest pool can hold, now and then more.
-    total = rng.randrange(2, room + 1) if rng.random() < 0.93 else room + rng.randrange(1, 4)
-    max_tokens = rng.randrange(1, min(total, 16)) if total > 1 else 1
-    length = max(1, total - max_tokens)
+    # Mostly a good part of what the largest pool can hold, now and then more.
+    total = rng.randrange(room // 3, room + 1) if rng.random() < 0.95 else room + 1
+    max_tokens = rng.randrange(1, min(total, 25))
+    length = total - max_tokens
     shared = rng.choice(prefixes) if rng.random() < 0.6 else ()
     own = tuple(rng.randrange(VOCABULARY - 1) for _ in range(length))
     prompt = (shared[: rng.randrange(0, 13)] + own)[:length]
@@ -222,7 +222,7 @@ def _client(
         max_tokens=max_tokens,
         choices=2 if rng.random() < 0.1 else 1,
         seed=rng.randrange(1 << 40),
-        stop_ids=(EOS,) if rng.random() < 0.5 else (),
+        stop_ids=(EOS,) if rng.random() < 0.4 else (),
         stop_pair=(rng.randrange(VOCABULARY), rng.randrange(VOCABULARY))
         if rng.random() < 0.1
         else None,

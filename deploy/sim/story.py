@@ -279,8 +279,12 @@ class Story:
             return
         path, compare, wanted = words[1:]
         found = self._number(host, path)
-        value: object = int(wanted) if isinstance(found, int) else wanted
-        if not _COMPARE[compare](found if isinstance(found, int) else _shown(found), value):
+        fits = (
+            _COMPARE[compare](found, int(wanted))
+            if type(found) is int
+            else _COMPARE[compare](_shown(found), wanted)
+        )
+        if not fits:
             raise StoryError(f"{path} is {_shown(found)}")
 
     def _expect_resident(self, host: Host, verb: str, client: str, state: list[str]) -> None:
@@ -306,7 +310,7 @@ class Story:
     def _of_client(self, client: ClientHost, path: str) -> Any:
         match path:
             case "tokens":
-                return sum(len(part) for part in client.core.received)
+                return sum(len(part) for part in client.core.received())
             case "failure":
                 return None if client.failure is None else client.failure.failure
             case "succeeded":
@@ -319,6 +323,7 @@ class Story:
     def _do_finish(self, words: list[str]) -> None:
         self._script.once.clear()
         self.world.network.release()
+        self.world.engine.run_until(self.world.engine.now_ms + 1)
         self.world.calm()
         self.world.finish()
 

@@ -3,12 +3,12 @@ then the commit arrives.
 Rule: Resolve seals the ticket, so that a late Commit fails and nobody owns a second copy.
 
 given
-    block size 2
+    block size 8
     worker w0 blocks 3 step 20
     store s0 budget 8
     gateway g0
-    client c0 prompt 2 max 4
-    client c1 prompt 2 max 4
+    client c0 prompt 17 max 6
+    client c1 prompt 17 max 6
 
 story
     come c0
@@ -25,4 +25,4 @@ story
     see s0 -> w0 StoreReply c0 status=sealed
     expect s0 tickets_committed == 0
     finish
-    expect c0 tokens == 4
+    expect c0 tokens == 6

@@ -1,4 +1,4 @@
-Two requests grow until neither can take a step; the worker says so; the controller dies before it
+Two requests grow until one lacks a block; the worker says so; the controller dies before it
 acts.
 Rule: reports state levels, so that the next controller hears of the shortage too.
 
@@ -12,7 +12,7 @@ given
 
 story
     come c0 c1
-    see w0 -> k1 WorkerReport stalled=true
+    see w0 -> k1 WorkerReport blocks_short=1
     kill k1
     run 500
     replace k

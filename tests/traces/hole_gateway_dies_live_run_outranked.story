@@ -11,11 +11,12 @@ given
 
 story
     come c0
-    see w0 -> g0 Tokens c0 index=1
-    kill g0
-    see w0 -> g1 Attach c0
-    see g1 -> w0 Attached c0
-    see w0 -> g1 Tokens c0
+    see w0 -> g1 Tokens c0 index=1
+    kill g1
+    see w0 -> g0 Attach c0
+    see g0 -> w0 Attached c0
+    see w0 -> g0 Tokens c0
+    start g1
     finish
     expect c0 tokens == 10
     expect w0 recomputed == 0

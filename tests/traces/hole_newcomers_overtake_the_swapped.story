@@ -3,14 +3,14 @@ Rule: no room is made for an admission while anything waits to come back, and wh
 store is resumed before anyone new is admitted.
 
 given
-    block size 2
+    block size 8
     worker w0 blocks 3 step 20
     store s0 budget 32
     gateway g0
-    client c0 prompt 2 max 4
-    client c1 prompt 2 max 4
-    client c2 prompt 2 max 4
-    client c3 prompt 2 max 4
+    client c0 prompt 17 max 6
+    client c1 prompt 17 max 6
+    client c2 prompt 17 max 6
+    client c3 prompt 17 max 6
 
 story
     come c0
@@ -25,5 +25,5 @@ story
     see k1 -> w0 SwapIn c0
     allow
     finish
-    expect c0 tokens == 4
-    expect c3 tokens == 4
+    expect c0 tokens == 6
+    expect c3 tokens == 6

@@ -2,12 +2,12 @@ The request ends between Reserve and the copy, and then the controller dies.
 Rule: reservations have an owner and expire by the store's ticks.
 
 given
-    block size 2
+    block size 8
     worker w0 blocks 3 step 20
     store s0 budget 8
     gateway g0
-    client c0 prompt 2 max 4
-    client c1 prompt 2 max 4
+    client c0 prompt 17 max 6
+    client c1 prompt 17 max 6
 
 story
     come c0

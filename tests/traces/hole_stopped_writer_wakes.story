@@ -11,13 +11,12 @@ given
     client c0 prompt 4 max 4
     client c1 prompt 4 max 4
     client c2 prompt 4 max 4
-    client c3 prompt 4 max 4
 
 story
     come c0 c1
     see w0 -> g0 Tokens c0 index=0
     come c2
-    see s0 -> w0 Mapped c0
+    see s0 -> w0 PutGrant c0
     stop w0
     run 3500
     expect s0 pages_quarantined >= 1

@@ -2,12 +2,12 @@ The normal life: admitted, swapped out for a newcomer, resumed, finished.
 A pool of exactly three blocks; each request needs all three.
 
 given
-    block size 2
+    block size 8
     worker w0 blocks 3 step 20
     store s0 budget 8
     gateway g0
-    client c0 prompt 2 max 4
-    client c1 prompt 2 max 4
+    client c0 prompt 17 max 6
+    client c1 prompt 17 max 6
 
 story
     come c0
@@ -29,14 +29,14 @@ story
     expect s0 tickets_committed == 1
     see k1 -> w0 Admit c1
     see c1 hears Got
-    see w0 -> g0 Tokens c1 index=3
+    see w0 -> g0 Tokens c1 index=5
     see k1 -> w0 SwapIn c0
     see w0 -> s0 BeginGet c0
     see w0 hears FetchDone status=ok
     see k1 -> s0 Release c0
     finish
-    expect c0 tokens == 4
-    expect c1 tokens == 4
+    expect c0 tokens == 6
+    expect c1 tokens == 6
     expect w0 swaps_out == 1
     expect w0 swaps_in == 1
     expect w0 recomputed == 0

@@ -1,12 +1,12 @@
 The store's budget is nothing: the swap is refused, counted, and everybody still finishes.
 
 given
-    block size 2
+    block size 8
     worker w0 blocks 3 step 20
     store s0 budget 0
     gateway g0
-    client c0 prompt 2 max 4
-    client c1 prompt 2 max 4
+    client c0 prompt 17 max 6
+    client c1 prompt 17 max 6
 
 story
     come c0
@@ -17,5 +17,5 @@ story
     finish
     expect w0 swaps_out == 0
     expect s0 rejected >= 1
-    expect c0 tokens == 4
-    expect c1 tokens == 4
+    expect c0 tokens == 6
+    expect c1 tokens == 6

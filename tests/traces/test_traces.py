@@ -30,11 +30,11 @@ LIFE = (Path(__file__).parent / "life_swap_and_resume.story").read_text()
 @pytest.mark.parametrize(
     ("line", "wrong", "says"),
     [
-        ("expect c0 tokens == 4", "expect c0 tokens == 5", "tokens is 4"),
+        ("expect c0 tokens == 6", "expect c0 tokens == 7", "tokens is 6"),
         ("see k1 -> w0 SwapOut c0", "see k1 -> w0 SwapOut c1", "not seen within"),
         ("come c1", "never k1 -> s0 Reserve\n    come c1", "must never be"),
         ("expect w0 has c0 decode", "expect w0 lacks c0", "it has c0 in"),
-        ("see w0 -> g0 Attach c0", "see w0 g0 Attach c0", "write: a -> b"),
+        ("see w0 -> g0 Attach c0", "see w0 g0 Attach c0", "a message is written: a -> b"),
     ],
 )
 def test_a_wrong_story_fails(line: str, wrong: str, says: str) -> None:
