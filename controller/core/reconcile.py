@@ -128,7 +128,6 @@ def _adopt(world: World, sequence: Sequence) -> None:
     if sequence.run is not None and level.run < sequence.run:
         return
     world.leave_line(sequence)
-    world.set_home(sequence, None)
     sequence.run = level.run
     sequence.expected = None
     sequence.place = Placement(best, level.run, level.gateway, None)
@@ -187,6 +186,8 @@ def _reject_or_enqueue(world: World, sequence: Sequence) -> None:
         sequence.unfit_since_ms = world.now_ms
     new = sequence.state is State.WAITING and not sequence.recovering
     until_ms = sequence.unfit_since_ms + (0 if new else world.config.dead_ms)
+    if not world.pools_known():
+        until_ms = max(until_ms, world.now_ms + world.config.settle_ms)
     if world.now_ms < until_ms:
         world.wake(sequence, until_ms)
         return
@@ -226,7 +227,7 @@ def _follow(world: World, sequence: Sequence, place: Placement, level: ResidentL
         worker = world.pools.of(place.worker)
         if sequence.swap is not None and sequence.swap.order is None:
             swaps.end(world, sequence)
-        settled = level.state in RUNNING or level.state is State.FINISHED
+        settled = level.state not in (State.SWAPPING_OUT, State.SWAPPING_IN)
         if sequence.swap is None and settled and worker is not None:
             placement.take_over(world, worker, sequence)
             return
@@ -259,6 +260,7 @@ def observe(world: World, sequence: Sequence, level: ResidentLevel) -> None:
             if held is not None:
                 world.counters.kv_cpu_reload_blocks_total += held.level.blocks
         sequence.recovering = False
+        world.set_home(sequence, None)
     if new is not State.WAITING:
         world.to(sequence, new)
 
