@@ -161,6 +161,8 @@ def take_over(world: World, worker: Worker, sequence: Sequence) -> None:
     order = Admit(number, sequence.seq, run, owner, sequence.tokens, sequence.tokens_max)
     if old.order is not None:
         world.orders.pop(old.order.order, None)
+    _call_off_preemption(world, sequence)
+    worker.jobs.pop(sequence.seq, None)
     place = Placement(worker.ref, run, owner, order)
     place.protected = old.protected
     there = sequence.seq in worker.residents
@@ -189,9 +191,7 @@ def unplace(world: World, sequence: Sequence) -> None:
         return
     if sequence.swap is not None:
         swaps.end(world, sequence)
-    if sequence.preempt is not None:
-        world.orders.pop(sequence.preempt.order.order, None)
-        sequence.preempt = None
+    _call_off_preemption(world, sequence)
     if place.order is not None:
         world.orders.pop(place.order.order, None)
     sequence.place = None
@@ -204,6 +204,13 @@ def unplace(world: World, sequence: Sequence) -> None:
         world.pools.touch(worker)
         world.dirty_workers[worker.id] = None
     world.dirty[sequence.seq] = None
+
+
+def _call_off_preemption(world: World, sequence: Sequence) -> None:
+    """It named a run that is gone or has been taken over; the worker ignores it from now on."""
+    if sequence.preempt is not None:
+        world.orders.pop(sequence.preempt.order.order, None)
+        sequence.preempt = None
 
 
 def withdraw(world: World, sequence: Sequence) -> None:
