@@ -2,7 +2,8 @@
 
 Without noise the whole answer is known in advance, and every token is compared with it. With
 noise, where a token that is computed twice may come out differently, each token carries evidence
-of what it was sampled from: it must be exactly what its client has, from runs that never go back.
+of what it was sampled from: it must be exactly what its client has, and the runs that speak on one
+stream never go back.
 """
 
 from __future__ import annotations
@@ -86,6 +87,15 @@ class History:
             told = _Told(kv_of(self._records[seq.request].prompt_ids)[-1])
             self._told[client, seq.choice] = told
         return told
+
+    def reopened(self, client: str) -> None:
+        """The client has a new stream, perhaps from a gateway that got its tokens from other runs.
+
+        What it says next must still continue exactly what the client has.
+        """
+        for (name, _), told in self._told.items():
+            if name == client:
+                told.run = 0
 
     def delivered(self, client: str, seq: Seq, index: int, tokens: tuple[Token, ...]) -> None:
         """The client's caller got ``tokens`` from position ``index`` on."""

@@ -142,6 +142,8 @@ class ClientHost(Host):
             self._ended(stream, message.code.value, message.message)
             stream.cut()
         else:
+            if isinstance(message, Accepted):
+                self.world.history.reopened(self.name)
             self.drive(Got(attempt, message))
 
     def _broken(self, stream: Stream) -> None:

@@ -86,7 +86,16 @@ class PutStream:
 class StoreHost(Reporter):
     """One store."""
 
-    __slots__ = ("_calls", "_mappings", "_pages", "_remote_puts", "_replies", "plan", "slab")
+    __slots__ = (
+        "_calls",
+        "_departed",
+        "_mappings",
+        "_pages",
+        "_remote_puts",
+        "_replies",
+        "plan",
+        "slab",
+    )
 
     def __init__(self, world: World, plan: StorePlan) -> None:
         super().__init__(world, plan.name, Tick())
@@ -96,6 +105,8 @@ class StoreHost(Reporter):
         self._replies: dict[CallId, Callable[[Any], None]] = {}
         self._pages: dict[PutId, tuple[int, ...]] = {}
         self._remote_puts: set[PutId] = set()
+        self._departed: set[WorkerRef] = set()
+        """Workers of this node whose process has exited: their connections are closed."""
         self._mappings: dict[Mapping[Any], list[EndGet | AbortPut]] = {}
         self._performers = {Answer: self._answer, RevokePut: self._revoke, Report: self._report}
 
@@ -106,6 +117,7 @@ class StoreHost(Reporter):
         self._replies = {}
         self._pages = {}
         self._remote_puts = set()
+        self._departed = set()
         self._mappings = {}
         block_bytes = self.world.block_bytes
         self.core = StoreCore(
@@ -172,7 +184,7 @@ class StoreHost(Reporter):
     def _hold(self, job: Mapping[Any], let_go: EndGet | AbortPut) -> None:
         """Pages are granted over a connection; when it closes, its worker has let go of them."""
         self._mappings.setdefault(job, []).append(let_go)
-        if job.closed:
+        if job.closed or job.worker in self._departed:
             self.close(job)
 
     def close(self, job: Mapping[Any]) -> None:
@@ -264,6 +276,7 @@ class StoreHost(Reporter):
 
     def writer_gone(self, writer: WorkerRef) -> None:
         """A worker's process has exited: its connections are closed and its pidfd fires."""
+        self._departed.add(writer)
         for job in [job for job in self._mappings if job.worker == writer]:
             if isinstance(job.body, BeginGet):
                 self.close(job)
