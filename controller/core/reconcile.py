@@ -284,6 +284,8 @@ def _cancel_strays(world: World, sequence: Sequence) -> None:
                     continue
         resend = sequence.cancels.get(worker_id)
         if resend is None or resend.order.run != level.run:
+            if resend is not None:
+                world.orders.pop(resend.order.order, None)
             order = Cancel(world.mint(), sequence.seq, level.run)
             sequence.cancels[worker_id] = Resend(order, world.now_ms)
             world.send(worker.ref, order)
