@@ -317,9 +317,7 @@ class World:
                 answers.append(AttachRefused(message.seq, message.run, request.attached))
                 return
             request.attached = message.run
-            answers.append(
-                Attached(message.seq, message.run, request.record, tuple(request.held))
-            )
+            answers.append(Attached(message.seq, message.run, request.record, tuple(request.held)))
         elif message.run == request.attached:
             self._hold(request, message)
             finished = request.finished is not None

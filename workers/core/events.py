@@ -55,7 +55,8 @@ class StepDone(NamedTuple):
     step: int
     outputs: tuple[StepOutput, ...]
     failed: tuple[Seq, ...] = ()
-    """Sequences whose logits allow no choice (NaN): they end with an error."""
+    """Sequences that cannot be computed (positions beyond the model's) or whose logits allow no
+    choice (NaN): they end with an error, and the others' results stand."""
 
 
 class PutDone(NamedTuple):

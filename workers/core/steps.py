@@ -71,6 +71,10 @@ class Steps:
             computed = tuple(resident.tokens[chunk.start : end])
             if resident.step_stale or not resident.blocks or chunk.token_ids != computed:
                 continue  # The gateway's tokens parted from ours while the step ran.
+            if chunk.seq in event.failed:
+                resident.finish = FinishReason.ERROR
+                self._settle(resident, now_ms)
+                continue
             resident.computed = end
             resident.last_step = running.step
             roster.counters.tokens_computed += len(chunk.token_ids)
@@ -81,8 +85,6 @@ class Steps:
             if token is not None:
                 roster.counters.tokens_generated += 1
                 resident.accept(token)
-            elif chunk.seq in event.failed:
-                resident.finish = FinishReason.ERROR
             self._settle(resident, now_ms)
         self._members = ()
         return tuple(present)

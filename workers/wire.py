@@ -1,0 +1,242 @@
+"""Between protobuf and the core's values; the only module here that sees both.
+
+Decoding raises ``LinkError`` for what is no message of the link, or ``InvalidRequestError`` for a
+record that no gateway may lend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepinfer.kvstore.core.ids import RequestId, Run, Seq, Ticket, WorkerRef
+from deepinfer.kvstore.core.messages import (
+    Ack,
+    Attach,
+    Attached,
+    AttachRefused,
+    Departed,
+    Drop,
+    Notice,
+    ReportReply,
+    ResidentLevel,
+    ToGateway,
+    Tokens,
+    ToWorker,
+    Usage,
+    WorkerReport,
+)
+from deepinfer.kvstore.core.requests import RequestRecord, SamplingParams, Token
+from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
+
+_SCALARS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "max_tokens",
+    "min_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "n",
+    "logprobs",
+    "seed",
+)
+
+
+class LinkError(ValueError):
+    """A gateway sent something that is no message of the link."""
+
+
+# ---- names ---------------------------------------------------------------------------------
+
+
+def seq_to(seq: Seq) -> ids_pb2.Seq:
+    """Write a sequence."""
+    return ids_pb2.Seq(request=seq.request, choice=seq.choice)
+
+
+def run_to(run: Run) -> ids_pb2.Run:
+    """Write a run."""
+    return ids_pb2.Run(epoch=run.epoch, counter=run.counter)
+
+
+def ticket_to(ticket: Ticket) -> ids_pb2.Ticket:
+    """Write a ticket."""
+    return ids_pb2.Ticket(
+        seq=seq_to(ticket.seq), run=run_to(ticket.run), order=run_to(ticket.order)
+    )
+
+
+def seq_from(said: ids_pb2.Seq) -> Seq:
+    """Read a sequence."""
+    return Seq(RequestId(said.request), said.choice)
+
+
+def run_from(said: ids_pb2.Run) -> Run:
+    """Read a run."""
+    return Run(said.epoch, said.counter)
+
+
+# ---- gateways ------------------------------------------------------------------------------
+
+
+def hello_to(worker: WorkerRef) -> link_pb2.FromWorker:
+    """Write the first message of a link."""
+    ref = ids_pb2.WorkerRef(worker=worker.worker, incarnation=worker.incarnation)
+    return link_pb2.FromWorker(hello=link_pb2.Hello(worker=ref))
+
+
+def to_gateway(message: ToGateway) -> link_pb2.FromWorker:
+    """Write a message of the link."""
+    seq, run = seq_to(message.seq), run_to(message.run)
+    match message:
+        case Attach():
+            return link_pb2.FromWorker(attach=link_pb2.Attach(seq=seq, run=run))
+        case Tokens():
+            return link_pb2.FromWorker(
+                tokens=link_pb2.Tokens(
+                    seq=seq,
+                    run=run,
+                    index=message.index,
+                    tokens=map(_token_to, message.tokens),
+                    finish_reason="" if message.finish is None else message.finish.value,
+                )
+            )
+        case Notice():
+            notice = _notice_to(message)
+            return link_pb2.FromWorker(notice=link_pb2.LinkNotice(seq=seq, notice=notice))
+
+
+def _token_to(token: Token) -> link_pb2.LinkToken:
+    return link_pb2.LinkToken(
+        id=token.id,
+        logprob=token.logprob,
+        top_ids=[token_id for token_id, _ in token.top],
+        top_logprobs=[logprob for _, logprob in token.top],
+    )
+
+
+def _notice_to(notice: Notice) -> inference_pb2.Notice:
+    return inference_pb2.Notice(
+        kind=notice.kind.name,
+        index=notice.seq.choice,
+        worker=notice.worker,
+        store=notice.store or "",
+        blocks=notice.blocks,
+        payload_bytes=notice.payload_bytes,
+        copy_us=notice.copy_us,
+        run_epoch=notice.run.epoch,
+        run_counter=notice.run.counter,
+        number=notice.number,
+    )
+
+
+def from_gateway(said: link_pb2.ToWorker) -> ToWorker:
+    """Read a message of the link."""
+    match said.WhichOneof("message"):
+        case "attached":
+            attached = said.attached
+            return Attached(
+                seq_from(attached.seq),
+                run_from(attached.run),
+                record_from(attached.record),
+                tuple(attached.tokens),
+            )
+        case "refused":
+            refused = said.refused
+            highest = run_from(refused.highest) if refused.HasField("highest") else None
+            return AttachRefused(seq_from(refused.seq), run_from(refused.run), highest)
+        case "ack":
+            ack = said.ack
+            return Ack(seq_from(ack.seq), run_from(ack.run), ack.next_index, ack.finished)
+        case "drop":
+            return Drop(seq_from(said.drop.seq), run_from(said.drop.run))
+        case other:
+            raise LinkError(f"message = {other}: must be attached, refused, ack or drop")
+
+
+def record_from(said: link_pb2.RequestRecord) -> RequestRecord:
+    """Read a record; a sampling field that is unset takes its default."""
+    params = said.sampling_params
+    given = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
+    return RequestRecord(
+        request=RequestId(said.request_id),
+        prompt_ids=tuple(said.prompt_ids),
+        sampling=SamplingParams(
+            **given, stop=tuple(params.stop), stop_token_ids=tuple(params.stop_token_ids)
+        ),
+        arrival_ms=said.arrival_ms,
+        seed=said.seed,
+        priority=said.priority,
+        deadline_ms=said.deadline_ms if said.HasField("deadline_ms") else None,
+        exact=said.exact,
+        stop_token_ids=tuple(said.stop_token_ids),
+    )
+
+
+# ---- the controller ------------------------------------------------------------------------
+
+
+def report_to(report: WorkerReport, counters: Mapping[str, float]) -> control_pb2.WorkerReport:
+    """Write a report. A worker serves no calls itself, so it has no address."""
+    return control_pb2.WorkerReport(
+        worker=report.worker,
+        incarnation=report.incarnation,
+        node=report.node,
+        number=report.number,
+        complete=report.complete,
+        epoch_seen=report.epoch_seen,
+        orders_seen=report.orders_seen,
+        block_bytes=report.block_bytes,
+        block_size=report.block_size,
+        blocks_total=report.blocks_total,
+        blocks_free=report.blocks_free,
+        blocks_short=report.blocks_short,
+        stalled=report.stalled,
+        draining=report.draining,
+        residents=map(_level_to, report.residents),
+        departed=map(_departed_to, report.departed),
+        usage=map(_usage_to, report.usage),
+        counters=counters,
+    )
+
+
+def _level_to(level: ResidentLevel) -> control_pb2.ResidentLevel:
+    return control_pb2.ResidentLevel(
+        seq=seq_to(level.seq),
+        run=run_to(level.run),
+        state=level.state.value,
+        ticket=None if level.ticket is None else ticket_to(level.ticket),
+        swap_failures=level.swap_failures,
+        gateway=level.gateway,
+    )
+
+
+def _departed_to(departed: Departed) -> control_pb2.Departed:
+    return control_pb2.Departed(
+        seq=seq_to(departed.seq),
+        run=run_to(departed.run),
+        why=departed.why.value,
+        ticket=None if departed.ticket is None else ticket_to(departed.ticket),
+        blocks=departed.blocks,
+        payload_bytes=departed.payload_bytes,
+    )
+
+
+def _usage_to(usage: Usage) -> control_pb2.Usage:
+    return control_pb2.Usage(
+        seq=seq_to(usage.seq),
+        private_blocks=usage.private_blocks,
+        tokens=usage.tokens,
+        last_step=usage.last_step,
+        advanced=usage.advanced,
+    )
+
+
+def reply_from(said: control_pb2.ReportReply) -> ReportReply:
+    """Read the controller's answer; what it says to gateways only is not for a worker."""
+    return ReportReply(epoch=said.epoch, number=said.number, resync=said.resync)
