@@ -227,6 +227,14 @@ class World:
             return None
         return min(alive, key=lambda s: (s.used_bytes - s.budget_bytes, s.id))
 
+    def pools_known(self) -> bool:
+        """Whether every member that is a worker has said how large its pool is."""
+        known = self.pools.workers
+        return self.members is None or all(
+            worker_id in known and known[worker_id].capacity_tokens > 0
+            for worker_id in self.members.workers
+        )
+
     def refresh_ready(self) -> None:
         """Find out whether everyone has reported, or the wait is over."""
         if self.all_reported:
