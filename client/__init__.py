@@ -3,4 +3,73 @@
 ``core/`` decides when to reconnect and what has been received; the modules beside it talk gRPC.
 Nothing here may import another part of DeepInfer except ``proto`` and the shared vocabulary in
 ``kvstore.core``.
+
+    with Client("127.0.0.1:7470", token=token) as client:
+        print(client.generate("Once upon a time", max_tokens=32).text)
+        for event in client.stream("Once upon a time", temperature=0.0):
+            if isinstance(event, Delta):
+                print(event.text, end="")
 """
+
+from deepinfer.client.aio import AsyncClient
+from deepinfer.client.errors import (
+    Aborted,
+    ClientClosed,
+    DeadlineExceeded,
+    DeepInferError,
+    InvalidRequest,
+    ModelNotFound,
+    ProtocolError,
+    Replaced,
+    RequestFailed,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+)
+from deepinfer.client.request import Options
+from deepinfer.client.results import (
+    Accepted,
+    Choice,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    Model,
+    Notice,
+    SwapStats,
+    Timings,
+    TokenLogprob,
+)
+from deepinfer.client.stream import AsyncStream
+from deepinfer.client.sync import Client, Stream
+
+__all__ = [
+    "Aborted",
+    "Accepted",
+    "AsyncClient",
+    "AsyncStream",
+    "Choice",
+    "Client",
+    "ClientClosed",
+    "Completion",
+    "DeadlineExceeded",
+    "DeepInferError",
+    "Delta",
+    "Event",
+    "Finished",
+    "InvalidRequest",
+    "Model",
+    "ModelNotFound",
+    "Notice",
+    "Options",
+    "ProtocolError",
+    "Replaced",
+    "RequestFailed",
+    "ResourceExhausted",
+    "Stream",
+    "SwapStats",
+    "Timings",
+    "TokenLogprob",
+    "Unauthenticated",
+    "Unavailable",
+]

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 BIND_ATTEMPTS = 50
 BIND_RETRY_S = 0.2
-STOP_GRACE_S = 1.0
+STOP_GRACE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,7 @@ class Failure(Enum):
     EXHAUSTED = "exhausted"
     UNAVAILABLE = "unavailable"
     FAILED = "failed"
+    PROTOCOL = "protocol"
     REPLACED = "replaced"
     ABORTED = "aborted"
 

@@ -46,6 +46,11 @@ _FINAL = {
 """Statuses that another attempt would meet again. Every other one is a reason to come back."""
 
 
+def failure_of(code: str) -> Failure | None:
+    """What a status means for a caller; None if another attempt may do better."""
+    return _FINAL.get(code)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
     """Times of one request's reconnecting; checked on construction.
@@ -60,6 +65,8 @@ class ClientConfig:
     backoff_max_ms: int = 2_000
     give_up_ms: int = 60_000
     """How long nothing at all may be heard of the request before it fails."""
+    contradictions_max: int = 8
+    """Streams in a row that contradict what is here, and bring nothing new, before it fails."""
     abort_attempts_max: int = 8
 
     def __post_init__(self) -> None:
@@ -98,6 +105,8 @@ class ClientCore:
         self._progress_ms = 0
         self._failures = 0
         """Attempts in a row that brought nothing new."""
+        self._contradictions = 0
+        """How many of them contradicted what is here."""
         self._full: set[int] = set()
         """Endpoints that were full when asked to accept."""
         self._retry_ms: int | None = None
@@ -237,11 +246,17 @@ class ClientCore:
                 self._finished(message, now_ms)
 
     def _progressed(self, now_ms: int) -> None:
-        self._progress_ms, self._failures = now_ms, 0
+        self._progress_ms, self._failures, self._contradictions = now_ms, 0, 0
 
     def _contradiction(self, detail: str, now_ms: int) -> None:
         """What was said cannot follow what is here. What is here was delivered: insist on it."""
-        self._again("INTERNAL", detail, now_ms, 0.0)
+        self._contradictions += 1
+        if self._contradictions < self.config.contradictions_max:
+            self._again("INTERNAL", detail, now_ms, 0.0)
+        else:
+            self._open = False
+            self._effects.append(CloseStream(self._attempt))
+            self._fail(Failure.PROTOCOL, "INTERNAL", detail)
 
     def _choice_is_known(self, choice: int) -> bool:
         return self._accepted is not None and 0 <= choice < len(self._tokens)

@@ -1,0 +1,132 @@
+"""From a caller's arguments to the request that is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+from deepinfer.client.errors import InvalidRequest
+from deepinfer.proto import inference_pb2
+
+
+class Options(TypedDict, total=False):
+    """What a request may say besides its prompt; what is left out takes the server's default."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    n: int
+    logprobs: int | None
+    seed: int | None
+    model: str
+    priority: int
+    deadline_s: float | None
+    exact: bool
+    include_events: bool
+
+
+Message: TypeAlias = Mapping[str, str]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+
+_SAMPLING = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "max_tokens",
+        "min_tokens",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "n",
+        "logprobs",
+        "seed",
+    }
+)
+_PLAIN = frozenset({"model", "priority", "exact", "include_events"})
+
+
+def build_request(prompt: Prompt, options: Options) -> inference_pb2.GenerateRequest:
+    """Write the request.
+
+    Raises:
+        InvalidRequest: a value does not have the type or range of its field, or the prompt is
+            none of text, token ids and messages.
+        TypeError: an unknown option.
+    """
+    request = inference_pb2.GenerateRequest(sampling_params=inference_pb2.SamplingParams())
+    _set_prompt(request, prompt)
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in _SAMPLING:
+            _set(request.sampling_params, name, value)
+        elif name in _PLAIN:
+            _set(request, name, value)
+        elif name == "stop":
+            stops = [value] if isinstance(value, str) else value
+            _extend(request.sampling_params.stop, "stop", stops)
+        elif name == "stop_token_ids":
+            _extend(request.sampling_params.stop_token_ids, name, value)
+        elif name == "deadline_s":
+            if not isinstance(value, int | float) or not 0.0 < value < float("inf"):
+                raise _invalid("deadline_s", value, "a number of seconds above 0")
+            request.deadline_ms = max(1, round(value * 1000))
+        else:
+            allowed = ", ".join(sorted(Options.__annotations__))
+            raise TypeError(f"unknown option {name!r}; known are {allowed}")
+    return request
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Any) -> None:
+    if isinstance(prompt, str):
+        _set(request, "text", prompt)
+        return
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise _invalid("prompt", prompt, "text, a list of token ids, or a list of messages")
+    if prompt and all(isinstance(message, Mapping) for message in prompt):
+        for position, message in enumerate(prompt):
+            if set(message) != {"role", "content"}:
+                raise _invalid(f"messages[{position}]", dict(message), "of role and content")
+            added = request.chat.messages.add()
+            _set(added, "role", message["role"])
+            _set(added, "content", message["content"])
+        return
+    request.tokenized.SetInParent()
+    _extend(request.tokenized.input_ids, "prompt", prompt)
+
+
+def _set(message: Any, name: str, value: object) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise _invalid(name, value, f"a value of its field ({error})") from error
+
+
+def _extend(repeated: Any, name: str, values: Any) -> None:
+    try:
+        repeated.extend(values)
+    except (TypeError, ValueError) as error:
+        raise _invalid(name, values, f"values of their field ({error})") from error
+
+
+def _invalid(name: str, value: object, allowed: str) -> InvalidRequest:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    message = f"{name} = {shown}: must be {allowed}"
+    return InvalidRequest(message, fields={name: message})
