@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.kvstore.core.layout import KvLayout
+from deepinfer.kvstore.core.requests import Token
 from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.sampler import SampleRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +144,8 @@ class Backend(Protocol):
         ``q`` ``[padded_rows, query_heads, head_dim]``; returns ``[padded_rows, query_heads *
         head_dim]``. The step's own K and V must have been written before. Padding rows are 0.
         """
+        ...
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:
+        """Choose one token for every row of ``logits`` ``[rows, vocab]``."""
         ...

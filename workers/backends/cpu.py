@@ -24,8 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kvstore.core.layout import KvLayout
+from deepinfer.kvstore.core.requests import Token
+from deepinfer.workers import sampler
 from deepinfer.workers.backends.base import Linear, Plan, RowSpan
 from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.sampler import SampleRow
 
 ROW_MULTIPLES: Final = (4, 8, 16)
 """Row paddings that ``calibrate`` tries, cheapest first."""
@@ -36,8 +39,8 @@ TILE_KEYS: Final = 64
 CHUNK_ROWS: Final = 128
 """Query tokens handled at once: bounds the score matrix of a long prefill chunk."""
 
-GROUP_TILES: Final = 512
-"""Tiles of one group of decoding requests: bounds the memory their float32 K and V take."""
+GROUP_BYTES: Final = 4 << 20
+"""Float32 K and V of one group of decoding requests: what a cache holds (measured best)."""
 
 INT8_SCALE_MIN: Final = 2.0**-14
 """The smallest normal float16: a subnormal scale would lose its precision."""
@@ -157,17 +160,24 @@ class CpuBackend:
         for linear in linears:
             assert isinstance(linear, CpuLinear)
             shapes.setdefault((linear.in_features, linear.out_features), linear)
-        kernels: list[tuple[int, Callable[[Tensor], Tensor]]] = [
-            (linear.in_features, linear) for linear in shapes.values()
+        kernels: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
+            (f"linear {width} to {rows}", width, linear) for (width, rows), linear in shapes.items()
         ]
         kernels += _attention_kernels(layout)
+        failed: list[str] = []
         for multiple in ROW_MULTIPLES:
-            if all(rows_are_independent(kernel, width, multiple) for width, kernel in kernels):
+            failed = [
+                name
+                for name, width, kernel in kernels
+                if not rows_are_independent(kernel, width, multiple)
+            ]
+            if not failed:
                 self.row_multiple = multiple
                 return
         raise RuntimeError(
-            f"no row padding of {', '.join(map(str, ROW_MULTIPLES))} gives equal rows equal bits "
-            f"with {torch.get_num_threads()} threads; batching would change answers"
+            f"batching would change answers: with {torch.get_num_threads()} threads no padding "
+            f"to {', '.join(map(str, ROW_MULTIPLES))} rows makes the bits of a row its own in "
+            f"{', '.join(failed)}"
         )
 
     def plan(self, spans: Sequence[RowSpan], layout: KvLayout, query_heads: int) -> CpuPlan:
@@ -188,7 +198,7 @@ class CpuBackend:
             table = torch.tensor(span.block_table[: layout.blocks_for(end)], dtype=torch.int64)
             slot_blocks[at : at + span.count] = table[place // layout.block_size]
             if span.count == 1:
-                bucket = 1 << (-(-end // tile) - 1).bit_length()
+                bucket = tile_bucket(-(-end // tile))
                 decoding.setdefault(bucket, []).append((at, span))
             else:
                 for start in range(0, span.count, CHUNK_ROWS):
@@ -198,7 +208,8 @@ class CpuBackend:
                     groups.append(self._group([(at + start, part)], tiles, layout, group_size))
             at += span.count
         for bucket, members in sorted(decoding.items()):
-            limit = max(1, GROUP_TILES // bucket)
+            tiles_bytes = 2 * 4 * bucket * tile * layout.kv_heads * layout.head_dim
+            limit = max(1, GROUP_BYTES // tiles_bytes)
             for first in range(0, len(members), limit):
                 part_of_bucket = members[first : first + limit]
                 groups.append(self._group(part_of_bucket, bucket, layout, group_size))
@@ -275,6 +286,10 @@ class CpuBackend:
             result[group.rows] = _attend(scaled[group.rows], k, v, group)
         return result
 
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:
+        """Choose one token a row, by the worker's sampler."""
+        return sampler.sample(logits, rows)
+
     def _pad(self, rows: int) -> int:
         return -(-rows // self.row_multiple) * self.row_multiple
 
@@ -326,6 +341,12 @@ def tile_keys(layout: KvLayout) -> int:
     return -(-TILE_KEYS // step) * step
 
 
+def tile_bucket(tiles: int) -> int:
+    """Round ``tiles`` up by less than a quarter, so that requests of like length share a group."""
+    step = 1 << max(0, tiles.bit_length() - 3)
+    return -(-tiles // step) * step
+
+
 def quantise_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise ``[..., head_dim]`` to int8 with one float16 scale ``[...]`` a vector."""
     scale = (values.abs().amax(-1) / 127).clamp_(INT8_SCALE_MIN, _FLOAT16_MAX).to(torch.float16)
@@ -351,12 +372,17 @@ def rows_are_independent(kernel: Callable[[Tensor], Tensor], width: int, multipl
 
 def _attention_kernels(
     layout: KvLayout,
-) -> Iterable[tuple[int, Callable[[Tensor], Tensor]]]:
-    """The two products of a tile, as maps of query rows."""
+) -> Iterable[tuple[str, int, Callable[[Tensor], Tensor]]]:
+    """The two products of a tile, as maps of query rows: name, width, kernel."""
     tile = tile_keys(layout)
     keys = torch.randn((1, tile, layout.head_dim), generator=torch.Generator().manual_seed(1))
-    yield layout.head_dim, lambda rows: torch.bmm(rows[None], keys.transpose(1, 2))[0]
-    yield tile, lambda rows: torch.bmm(rows[None], keys)[0]
+    sizes = f"of head_dim {layout.head_dim} and {tile} keys"
+    yield (
+        f"scores {sizes}",
+        layout.head_dim,
+        lambda rows: torch.bmm(rows[None], keys.transpose(1, 2))[0],
+    )
+    yield f"weighted values {sizes}", tile, lambda rows: torch.bmm(rows[None], keys)[0]
 
 
 def _serial_parts(x: Tensor) -> Sequence[Tensor]:
