@@ -62,8 +62,8 @@ def snapshot(world: World) -> dict[str, object]:
             }
             for g in world.gateways.values()
         },
-        "requests": [_request(s) for s in world.sequences.values()],
-        "states": {state.value: world.states[state] for state in State},
+        "requests": {state.value: world.states[state] for state in State},
+        "sequences": [_request(s) for s in world.sequences.values()],
         "waiting": len(world.line),
         "swapped": world.states[State.SWAPPED],
         "cpu_offload": cpu_offload,
@@ -74,9 +74,7 @@ def snapshot(world: World) -> dict[str, object]:
 def _worker(worker: Worker) -> dict[str, object]:
     return {
         "node": str(worker.node),
-        "alive": worker.alive,
-        "silent": worker.silent,
-        "draining": worker.draining,
+        "state": _state(worker),
         "incarnation": worker.link.incarnation,
         "block_size": worker.block_size,
         "block_bytes": worker.block_bytes,
@@ -87,6 +85,14 @@ def _worker(worker: Worker) -> dict[str, object]:
         "pending": len(worker.pending),
         "swapped_from_here": len(worker.cold),
     }
+
+
+def _state(worker: Worker) -> str:
+    if not worker.alive:
+        return "gone"
+    if worker.silent or worker.deaf_until_ms is not None:
+        return "suspected"
+    return "draining" if worker.draining else "serving"
 
 
 def _request(sequence: Sequence) -> dict[str, object]:

@@ -67,9 +67,7 @@ class Ledger:
         self.under_way[sent.worker, order.seq] = (order.run, need)
 
 
-def faults(
-    cluster: Cluster, random: Random, killed: list[FakeWorker], ledger: Ledger
-) -> None:
+def faults(cluster: Cluster, random: Random, killed: list[FakeWorker], ledger: Ledger) -> None:
     """One thing that goes wrong."""
     workers = list(cluster.workers.values())
     victim = random.choice(workers)
@@ -164,7 +162,7 @@ def test_every_request_ends(
         lambda: (
             not any(worker.runs for worker in cluster.workers.values())
             and not any(store.tickets for store in cluster.stores.values())
-            and cluster.core.snapshot()["requests"] == []
+            and cluster.core.snapshot()["sequences"] == []
         ),
         rounds=400,
     )

@@ -1,0 +1,141 @@
+"""The controller as a process: a detached, restartable, asynchronous Ray actor.
+
+``deploy/`` wraps ``ControllerActor`` with ``ray.remote`` and creates it by name (``max_restarts=-1,
+max_task_retries=0``). It starts serving by itself, so that one that Ray has restarted serves again
+although nobody calls it; peers find its new address by ``address()``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+
+from deepinfer.controller import metrics
+from deepinfer.controller.core.config import ControllerConfig
+from deepinfer.controller.core.core import ControllerCore
+from deepinfer.controller.ports import Directory, Orders
+from deepinfer.controller.service import build_server
+from deepinfer.controller.shell import Shell, wall_ms
+from deepinfer.controller.stores import GrpcStores
+
+log = structlog.get_logger(__name__)
+
+STOP_GRACE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """All that the controller process is told; picklable.
+
+    Raises:
+        ValueError: the token or the namespace is empty.
+    """
+
+    namespace: str
+    """Ray namespace of all of the cluster's actors."""
+    token: str = field(repr=False)
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    config: ControllerConfig = field(default_factory=ControllerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("namespace", "token"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: must not be")
+
+
+class ControllerActor:
+    """The controller. Construct it inside a running event loop, as Ray does for async actors.
+
+    ``orders`` and ``directory`` default to Ray's; tests give their own.
+    """
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        *,
+        orders: Orders | None = None,
+        directory: Directory | None = None,
+    ) -> None:
+        if orders is None or directory is None:
+            from deepinfer.controller.surroundings import ActorNames, RayDirectory, RayOrders
+
+            orders = orders or RayOrders(settings.namespace)
+            directory = directory or RayDirectory(settings.namespace, ActorNames())
+        self._settings = settings
+        # The epoch has to rise with every life: the wall clock does, and needs no storage.
+        self._epoch = wall_ms()
+        self._shell = Shell(
+            ControllerCore(self._epoch, settings.config),
+            orders=orders,
+            stores=GrpcStores(settings.token),
+            directory=directory,
+            step_down=_die,
+        )
+        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve())
+        self._serving.add_done_callback(self._stopped)
+
+    async def address(self) -> str:
+        """Where ``Control`` is served, host:port, once it is."""
+        return await asyncio.shield(self._address)
+
+    async def incarnation(self) -> int:
+        """This life's epoch: milliseconds since 1970 when it began."""
+        return self._epoch
+
+    async def pid(self) -> int:
+        """The process's id."""
+        return os.getpid()
+
+    async def status(self) -> dict[str, Any]:
+        """Pools, stores, requests, ``swapped``, ``cpu_offload`` and counters as plain values."""
+        return self._shell.status()
+
+    async def metrics(self) -> str:
+        """The counters as Prometheus text."""
+        return metrics.render(self._shell.status()["counters"])
+
+    async def drain(self, worker: str) -> None:
+        """Move everything off a worker and place nothing there until it restarts."""
+        self._shell.drain(worker)
+
+    async def stop(self) -> None:
+        """End every stream and the server."""
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        server: grpc.aio.Server = build_server(self._shell, settings.token)
+        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+        await server.start()
+        self._address.set_result(f"{settings.host}:{port}")
+        log.info("controller serves", address=f"{settings.host}:{port}", epoch=self._epoch)
+        try:
+            await self._shell.run()
+        finally:
+            await server.stop(STOP_GRACE_S)
+
+    def _stopped(self, serving: asyncio.Task[None]) -> None:
+        if serving.cancelled():
+            self._address.cancel()
+            return
+        error = serving.exception()
+        if error is not None:
+            log.error("controller fails", exc_info=error)
+            if not self._address.done():
+                self._address.set_exception(error)
+                return
+            _die(self._epoch)  # half a controller is worse than none; Ray starts it anew
+
+
+def _die(_: int) -> None:
+    """End the process at once: whatever it still did could only contradict its successor."""
+    os._exit(1)

@@ -1,0 +1,95 @@
+"""Ray behind the shell's ports: orders are actor calls, members are named actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.util
+from ray.exceptions import RayError
+
+from deepinfer.controller.core.events import Members, Peer
+from deepinfer.controller.ports import OrderError
+from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StoreId, WorkerId, WorkerRef
+from deepinfer.kvstore.core.messages import Order
+
+LIFE_TIMEOUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorNames:
+    """How actors are named: the kind's prefix begins the name, and the name is the peer's id."""
+
+    worker: str = "worker-"
+    store: str = "store-"
+    gateway: str = "gateway-"
+
+
+class RayOrders:
+    """Implements ``ports.Orders``: ``worker.order.remote(order, directory)``."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._handles: dict[str, Any] = {}
+
+    def send(
+        self, worker: WorkerRef, order: Order, directory: Mapping[str, str]
+    ) -> Awaitable[None]:
+        """Submit the call at once; the awaitable raises ``OrderError`` if it failed."""
+        try:
+            handle = self._handles.get(worker.worker)
+            if handle is None:
+                handle = ray.get_actor(worker.worker, namespace=self._namespace)
+                self._handles[worker.worker] = handle
+            answer = handle.order.remote(order, dict(directory))
+        except (ValueError, RayError) as error:
+            return self._failed(worker, error)
+        return self._finish(worker, answer)
+
+    async def _failed(self, worker: WorkerRef, error: Exception) -> None:
+        raise OrderError(f"{worker.worker}: {error}") from error
+
+    async def _finish(self, worker: WorkerRef, answer: Any) -> None:
+        try:
+            await answer
+        except RayError as error:
+            self._handles.pop(worker.worker, None)
+            raise OrderError(f"{worker.worker}: {type(error).__name__}") from error
+
+
+class RayDirectory:
+    """Implements ``ports.Directory`` from the named actors of one namespace."""
+
+    def __init__(self, namespace: str, names: ActorNames) -> None:
+        self._namespace = namespace
+        self._names = names
+
+    async def members(self) -> Members:
+        """Everyone by name; lives are told by reports.
+
+        Raises:
+            RuntimeError: Ray did not answer.
+        """
+        try:
+            listed = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        except RayError as error:
+            raise RuntimeError(f"named actors cannot be listed: {error}") from error
+        here = sorted(entry["name"] for entry in listed if entry["namespace"] == self._namespace)
+        names = self._names
+        return Members(
+            workers={WorkerId(n): None for n in here if n.startswith(names.worker)},
+            stores={StoreId(n): None for n in here if n.startswith(names.store)},
+            gateways={GatewayId(n): None for n in here if n.startswith(names.gateway)},
+        )
+
+    async def life(self, peer: Peer) -> Incarnation | None:
+        """Ask the actor of that name for its incarnation; None if it does not answer in time."""
+        try:
+            handle: Any = await asyncio.to_thread(ray.get_actor, peer.id, namespace=self._namespace)
+            answer: Any = handle.incarnation.remote()
+            return Incarnation(await asyncio.wait_for(answer, LIFE_TIMEOUT_S))
+        except (ValueError, TimeoutError, RayError):
+            return None
