@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_model import write_tiny_llama
 
 from deepinfer.kvstore.core.ids import Run, Seq, StoreId, Ticket
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
@@ -31,6 +30,7 @@ from deepinfer.workers.model.decoder import Decoder
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.runner import ModelRunner
 from deepinfer.workers.pool import PagedPool
+from support.tiny_model import write_tiny_llama
 
 STORE = StoreId("memory")
 DTYPES = ("fp16", "int8", "fp8", "fp8_e5m2", "k16v8")

@@ -6,9 +6,9 @@ from random import Random
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.worker_world import World, make_request
 
 from deepinfer.workers.core.config import WorkerConfig
+from support.worker_world import World, make_request
 
 
 def make_world(rng: Random) -> World:

@@ -77,6 +77,7 @@ from deepinfer.workers.core.events import (
 
 STORE = StoreId("s")
 STOP = 1
+NEVER = Run(0, 0)
 WORKER = WorkerRef(WorkerId("w"), Incarnation(7))
 
 
@@ -93,7 +94,7 @@ def kv_of(token_ids: Sequence[int]) -> list[int]:
 class Request:
     record: RequestRecord
     gateway: GatewayId
-    run: Run = Run(0, 0)
+    run: Run = NEVER
     """The highest run that was ordered."""
     held: list[int] = field(default_factory=list)
     attached: Run | None = None

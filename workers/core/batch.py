@@ -22,7 +22,11 @@ class Batch(NamedTuple):
 
 
 def plan(
-    residents: Iterable[Resident], blocks: BlockManager, spare_blocks: int, config: WorkerConfig
+    residents: Iterable[Resident],
+    blocks: BlockManager,
+    spare_blocks: int,
+    config: WorkerConfig,
+    step: int,
 ) -> Batch:
     """Choose the next step and give its residents the blocks it needs.
 
@@ -30,7 +34,8 @@ def plan(
     arrival. While a prefill waits, one seat is offered to it (with a single seat the two take
     turns), and ``max_batch_tokens >= max_batch_seqs`` keeps it a token: neither kind starves the
     other. Whoever lacks a block is left out and counted; the others go on. ``spare_blocks`` is
-    what growth may take: the available blocks less those promised.
+    what growth may take: the available blocks less those promised. ``step`` is the number that
+    this step will have.
     """
     ready = [resident for resident in residents if resident.ready]
     decodes = sorted(
@@ -41,8 +46,8 @@ def plan(
     decode_seats = seats
     if prefills and decodes:
         decode_seats = seats - 1
-        if seats == 1 and decodes[0].last_step < min(r.last_step for r in prefills):
-            decode_seats = 1
+        if seats == 1 and decodes[-1].last_step != step - 1:
+            decode_seats = 1  # The step before was a prefill's.
     tokens = config.max_batch_tokens
     chunks: list[Chunk] = []
     chosen: list[Resident] = []

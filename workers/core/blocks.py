@@ -110,9 +110,7 @@ class BlockManager:
                 self._quarantined -= 1
                 self._retire(block)
 
-    def match(
-        self, token_ids: Sequence[int], available_max: int
-    ) -> tuple[list[int], list[bytes]]:
+    def match(self, token_ids: Sequence[int], available_max: int) -> tuple[list[int], list[bytes]]:
         """Take the longest cached prefix: its blocks, one more reference on each, and their hashes.
 
         At most ``len(token_ids) - 1`` tokens are taken: the last one must be computed for its
@@ -167,16 +165,6 @@ class BlockManager:
             return len(blocks)
         references = self._references
         return sum(1 for block in blocks if references[block] == 1)
-
-    def is_shared(self, block: int) -> bool:
-        return self._references[block] > 1
-
-    def drop_cache(self) -> None:
-        """Forget every prefix: held blocks stay held, cached ones become free."""
-        for block in list(self._by_digest.values()):
-            self._forget(block)
-        self._free.extend(self._cached)
-        self._cached.clear()
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold."""

@@ -34,7 +34,7 @@ class Steps:
             return
         roster = self._roster
         residents = roster.residents.values()
-        batch = plan(residents, roster.blocks, roster.spare, roster.config)
+        batch = plan(residents, roster.blocks, roster.spare, roster.config, self._number + 1)
         starved = not batch.chunks and any(resident.ready for resident in residents)
         if starved != self.starved or (batch.blocks_short > 0) != (self.blocks_short > 0):
             roster.changed = True

@@ -170,9 +170,7 @@ class Talk:
         roster = self._roster
         roster.redeem(resident)
         if not resident.blocks:
-            resident.blocks, resident.chain = roster.blocks.match(
-                resident.tokens, roster.spare
-            )
+            resident.blocks, resident.chain = roster.blocks.match(resident.tokens, roster.spare)
             resident.computed = len(resident.blocks) * self._config.block_size
             resident.cacheable = True
         missing = self._config.blocks_for(len(resident.tokens)) - len(resident.blocks)

@@ -1,0 +1,179 @@
+"""The worker's shell: it turns the world into events, and performs what the core answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Protocol
+
+from deepinfer.kvstore.core.ids import GatewayId, StoreId
+from deepinfer.kvstore.core.messages import Order, ToGateway, WorkerReport
+from deepinfer.workers.core.core import WorkerCore
+from deepinfer.workers.core.events import (
+    AbortPut,
+    CancelFetch,
+    Commit,
+    FetchPayload,
+    ForgetSeq,
+    PutPayload,
+    Report,
+    Resolve,
+    RunStep,
+    SendToGateway,
+    StartDrain,
+    StepDone,
+    Tick,
+    WorkerEffect,
+    WorkerEvent,
+)
+from deepinfer.workers.engine import Engine, EngineThread
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+
+
+class Gateways(Protocol):
+    """Links to gateways: ``workers.links.GatewayLinks``, or a test's."""
+
+    def learn(self, addresses: Mapping[GatewayId, str]) -> None: ...
+
+    def send(self, gateway: GatewayId, message: ToGateway) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Reports(Protocol):
+    """The link to the controller: ``workers.links.ReportLink``, or a test's."""
+
+    def send(self, report: WorkerReport) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Swapper(Protocol):
+    """Copies and the store's calls: ``workers.swap.StoreSwapper``, or a test's.
+
+    Each method starts something; its answer is an event.
+    """
+
+    def learn(self, addresses: Mapping[StoreId, str]) -> None: ...
+
+    def put(self, effect: PutPayload) -> None: ...
+
+    def abort_put(self, effect: AbortPut) -> None: ...
+
+    def commit(self, effect: Commit) -> None: ...
+
+    def resolve(self, effect: Resolve) -> None: ...
+
+    def fetch(self, effect: FetchPayload) -> None: ...
+
+    def cancel_fetch(self, effect: CancelFetch) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def monotonic_ms() -> int:
+    """Milliseconds of a clock that never goes back."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class WorkerShell:
+    """One core, its engine thread and its links, on one event loop.
+
+    ``die`` is called when the device has failed: its state is unknown, so the process must exit
+    and be started anew. Created on the loop that it lives on; ``connect`` before ``start``.
+    """
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        engine: Engine,
+        *,
+        die: Callable[[BaseException], None],
+        clock_ms: Callable[[], int] = monotonic_ms,
+    ) -> None:
+        self.core = core
+        self._clock_ms = clock_ms
+        self._loop = asyncio.get_running_loop()
+        self._engine = EngineThread(engine, self._step_done, die)
+        self._gateways: Gateways | None = None
+        self._reports: Reports | None = None
+        self._swapper: Swapper | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._performers: dict[type, Callable[..., None]] = {
+            RunStep: lambda effect: self._engine.submit(effect.plan),
+            ForgetSeq: lambda effect: None,  # Nothing here outlives a step.
+        }
+
+    def connect(self, gateways: Gateways, reports: Reports, swapper: Swapper) -> None:
+        """Take the links; their events come through ``feed``."""
+        self._gateways, self._reports, self._swapper = gateways, reports, swapper
+        self._performers |= {
+            SendToGateway: lambda effect: gateways.send(effect.gateway, effect.message),
+            Report: lambda effect: reports.send(effect.report),
+            PutPayload: swapper.put,
+            AbortPut: swapper.abort_put,
+            Commit: swapper.commit,
+            Resolve: swapper.resolve,
+            FetchPayload: swapper.fetch,
+            CancelFetch: swapper.cancel_fetch,
+        }
+
+    def start(self) -> None:
+        """Begin to tick: from here on the core reports and keeps its deadlines."""
+        self._ticking = self._loop.create_task(self._tick())
+
+    def feed(self, event: WorkerEvent) -> None:
+        """Let the core hear something, on the loop's thread."""
+        for effect in self.core.handle(event, self._clock_ms()):
+            self._perform(effect)
+
+    def order(self, order: Order, directory: Mapping[str, str]) -> None:
+        """A controller's order, with the addresses of gateways and stores by their ids."""
+        assert self._gateways is not None, "connect comes first"
+        assert self._swapper is not None, "connect comes first"
+        self._gateways.learn({GatewayId(name): where for name, where in directory.items()})
+        self._swapper.learn({StoreId(name): where for name, where in directory.items()})
+        self.feed(order)
+
+    def drain(self) -> None:
+        """Take nobody new; the controller moves the residents away."""
+        self.feed(StartDrain())
+
+    def status(self) -> dict[str, object]:
+        """Levels and counts; plain values only."""
+        return self.core.snapshot()
+
+    def counters(self) -> dict[str, float]:
+        """Counts since this life began, for the controller's metrics."""
+        return {name: float(count) for name, count in asdict(self.core.counters).items()}
+
+    async def stop(self) -> None:
+        """Close the links and end the engine's thread after its step."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+        for part in (self._gateways, self._reports, self._swapper):
+            if part is not None:
+                await part.close()
+        await asyncio.to_thread(self._engine.stop)
+
+    def _perform(self, effect: WorkerEffect) -> None:
+        self._performers[type(effect)](effect)
+
+    def _step_done(self, done: StepDone) -> None:
+        # Called by the engine's thread. A loop that has closed needs no results.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.feed, done)
+
+    async def _tick(self) -> None:
+        while True:
+            self.feed(Tick())
+            await asyncio.sleep(TICK_S)
