@@ -28,6 +28,9 @@ TEXT_MAX: Final = 512
 MANIFEST_BYTES_MAX: Final = 1 << 20
 """Above this a manifest is refused unread; the largest legal one is smaller."""
 
+GROUP_BYTES: Final = 1 << 20
+"""Groups of a drafted manifest are about this long: a second pass still finds them in cache."""
+
 ENCODINGS: Final = ("native", "offset-binary")
 """How an element's bits are stored; offset-binary is for int8 only."""
 ORDERS: Final = ("block-major",)
@@ -131,6 +134,40 @@ class Manifest:
         low, high = min(self.group_hashes), max(self.group_hashes)
         _need(low >= 0 and high < _U64, "group_hashes", (low, high), "within 0 to 2**64 - 1")
         _range("payload_hash", self.payload_hash, 0, _U64 - 1)
+
+    @classmethod
+    def draft(
+        cls,
+        *,
+        dtype: str,
+        layout: str,
+        block_bytes: int,
+        blocks: int,
+        token_ids: tuple[int, ...],
+        state: State,
+        precision: str,
+        model: str,
+        run: Run,
+        encoding: str = "native",
+    ) -> Manifest:
+        """A manifest whose hashes are still zeros: whoever copies the payload fills them in."""
+        group_blocks = min(max(1, GROUP_BYTES // max(1, block_bytes)), max(1, blocks))
+        return cls(
+            dtype=dtype,
+            encoding=encoding,
+            layout=layout,
+            block_bytes=block_bytes,
+            blocks=blocks,
+            payload_bytes=blocks * block_bytes,
+            token_ids=token_ids,
+            state=state,
+            precision=precision,
+            model=model,
+            run=run,
+            group_blocks=group_blocks,
+            group_hashes=(0,) * -(-blocks // group_blocks),
+            payload_hash=0,
+        )
 
     @property
     def tokens(self) -> int:
