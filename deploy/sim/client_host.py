@@ -218,6 +218,8 @@ class ClientHost(Host):
         excused = {
             Failure.ABORTED: self.aborted,
             Failure.EXHAUSTED: self.world.may_refuse(self.plan),
+            # One choice's refusal arrived, and the stream broke before its status did.
+            Failure.FAILED: self.world.may_refuse(self.plan),
             Failure.UNAVAILABLE: self.request is None,
         }
         if not excused.get(effect.failure, False):

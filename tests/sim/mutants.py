@@ -1,0 +1,357 @@
+"""Planted bugs: each a patch to a production file that the stories or the simulator must catch.
+
+``python tests/sim/mutants.py [NAME ...]`` runs all of them, or those named: each in a copy of the
+five cores and the simulator, first the stories (those named by the mutant, then the others), then
+seeds, until something fails. A mutant that survives, or a patch that no longer fits its file, is an
+error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STORIES = ROOT / "tests" / "traces"
+AREAS = ("controller", "workers", "kvstore", "gateway", "client")
+SEEDS = 1000
+"""Within so many seeds a mutant has to be found."""
+
+_HUNT = """
+import sys
+from pathlib import Path
+from deepinfer.deploy.sim import simulate
+from deepinfer.deploy.sim.story import tell
+
+seeds, stories = int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
+for path in stories:
+    try:
+        tell(path)
+    except Exception as error:
+        print("story", path.stem, type(error).__name__, str(error)[:150].replace(chr(10), " "))
+        raise SystemExit(0)
+summary = simulate.sweep(seeds, failures_max=1) if seeds else None
+if summary is not None and summary.failures:
+    failed = summary.failures[0]
+    print("seed", failed.seed, failed.error[:150].replace(chr(10), " "))
+    raise SystemExit(0)
+raise SystemExit(3)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One planted bug: ``old`` occurs exactly once in ``file`` and becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+    story: str | None = None
+    """The story that must catch it; None: the simulator's seeds must."""
+
+
+MUTANTS = (
+    Mutant(
+        "no_epoch_check_at_the_worker",
+        "workers/core/orders.py",
+        "if order.order.epoch < self.epoch_seen:",
+        "if order.order.epoch < 0:",
+        "an order of a dead controller is carried out",
+        "hole_late_order_of_dead_controller",
+    ),
+    Mutant(
+        "lower_run_attaches",
+        "gateway/core/gateway.py",
+        "elif attach.run < highest or choice.worker != worker:",
+        "elif attach.run == highest and choice.worker != worker:",
+        "a run that has been replaced is told that it may speak",
+        "hole_late_order_before_new_epoch_is_known",
+    ),
+    Mutant(
+        "replaced_run_speaks",
+        "gateway/core/gateway.py",
+        "if said.run < choice.attached or worker != choice.worker:",
+        "if said.run < Run(0, 0):",
+        "tokens of a run that has been replaced are taken",
+    ),
+    Mutant(
+        "gap_taken",
+        "gateway/core/record.py",
+        "if start > held:",
+        "if start > held + 1:",
+        "a token that was lost on the way is skipped",
+    ),
+    Mutant(
+        "overlap_appended",
+        "gateway/core/record.py",
+        "self.tokens.extend(said.tokens[held - start :])",
+        "self.tokens.extend(said.tokens)",
+        "tokens sent again are held twice",
+    ),
+    Mutant(
+        "free_before_commit",
+        "workers/core/swap.py",
+        "        self.enter(OutPhase.COMMIT, now_ms)\n",
+        "        self.enter(OutPhase.COMMIT, now_ms)\n        return self._gone(now_ms)\n",
+        "blocks are freed when the copy has arrived but nothing is committed",
+        "hole_commit_after_unknown",
+    ),
+    Mutant(
+        "lost_commit_reply_is_a_failure",
+        "workers/core/swap.py",
+        "return self._gone(now_ms) if status is StoreStatus.COMMITTED else Outcome.FAILED",
+        "return Outcome.FAILED",
+        "a payload that was committed is thrown away with its blocks kept",
+        "hole_commit_reply_lost",
+    ),
+    Mutant(
+        "copied_blocks_are_not_pinned",
+        "workers/core/swap.py",
+        "        self._blocks.pin(blocks)\n",
+        "        self._pinned[key] = []\n",
+        "blocks are used again while a copy reads or writes them",
+    ),
+    Mutant(
+        "step_blocks_are_not_pinned",
+        "workers/core/roster.py",
+        "        if resident.in_step:\n            self.blocks.pin(freed)\n",
+        "        if resident.in_step and not freed:\n            self.blocks.pin(freed)\n",
+        "blocks are used again while a step writes them",
+    ),
+    Mutant(
+        "payload_adopted_under_other_tokens",
+        "workers/core/swaps.py",
+        "standing = common_prefix(list(event.token_ids), resident.tokens)",
+        "standing = len(event.token_ids)",
+        "KV of other tokens than the gateway's is used",
+    ),
+    Mutant(
+        "attached_tokens_ignored",
+        "workers/core/sequence.py",
+        "        if common < len(truth):\n            prompt",
+        "        if common < len(truth) and not self.tokens:\n            prompt",
+        "a worker goes on with its own tokens where the gateway's differ",
+    ),
+    Mutant(
+        "prefix_hash_without_parent",
+        "workers/core/blocks.py",
+        "return blake2b(parent + content, digest_size=DIGEST_BYTES).digest()",
+        "return blake2b(content, digest_size=DIGEST_BYTES).digest()",
+        "a block is shared because its own tokens are equal",
+    ),
+    Mutant(
+        "resolve_does_not_seal",
+        "kvstore/core/store.py",
+        "            self._drop(entry, effects)\n        elif entry in",
+        "            pass\n        elif entry in",
+        "a commit that comes after the answer to Resolve succeeds",
+        "hole_commit_after_unknown",
+    ),
+    Mutant(
+        "reservations_never_expire",
+        "kvstore/core/store.py",
+        "while self._expiry and self._expiry[0][0] <= now_ms:",
+        "while self._expiry and self._expiry[0][0] < 0:",
+        "bytes that were set aside for a swap that never came are lost",
+        "hole_reservation_never_used",
+    ),
+    Mutant(
+        "commit_keeps_the_difference",
+        "kvstore/core/store.py",
+        "        self._free(entry.pages[used:], entry.payload_bytes - entry.manifest.payload_bytes)\n",
+        "        self._free((), entry.payload_bytes - entry.manifest.payload_bytes)\n",
+        "what was reserved beyond the payload is lost",
+        "hole_victim_grows_before_copy",
+    ),
+    Mutant(
+        "no_quarantine",
+        "kvstore/core/store.py",
+        "        put.parked = True\n",
+        "        put.parked = True\n        self._let_go(put.id)\n",
+        "pages are lent again while their writer may still write",
+        "hole_stopped_writer_wakes",
+    ),
+    Mutant(
+        "dead_writers_pages_are_never_freed",
+        "kvstore/core/store.py",
+        "            if put.writer == writer and put.shared:\n",
+        "            if put.writer == writer and not put.shared:\n",
+        "quarantine without end",
+        "hole_dead_writer",
+    ),
+    Mutant(
+        "commit_before_checksum",
+        "kvstore/core/store.py",
+        "            call.hash_ok\n            and ",
+        "            ",
+        "a payload is committed that is not what its writer hashed",
+        "store_refuses_wrong_bytes",
+    ),
+    Mutant(
+        "garbage_before_all_have_reported",
+        "controller/core/reconcile.py",
+        "if ticket.order.epoch != world.epoch and not world.all_reported:",
+        "if ticket.order.epoch != world.epoch and not world.ready:",
+        "live payloads are released by a controller that does not know their owners",
+        "hole_garbage_before_everyone_reported",
+    ),
+    Mutant(
+        "growth_reserve_on_an_empty_worker",
+        "controller/core/pools.py",
+        "blocks - growth_reserve * self.neighbours()",
+        "blocks - growth_reserve * max(1, self.neighbours())",
+        "a prompt that just fits is never admitted",
+        "hole_reserve_on_empty_worker",
+    ),
+    Mutant(
+        "placed_by_prompt_alone",
+        "controller/core/sequences.py",
+        "        return max(self.tokens_max, self.capacity_min_tokens)",
+        "        return max(self.tokens, self.capacity_min_tokens)",
+        "a request is placed where it can never finish",
+        "hole_placed_where_it_cannot_finish",
+    ),
+    Mutant(
+        "newcomers_overtake_the_swapped",
+        "controller/core/pools.py",
+        "in_hand = worker.cold or worker.earmarks or worker.jobs or worker.pending",
+        "in_hand = worker.earmarks or worker.jobs or worker.pending",
+        "room is made for newcomers while others wait to come back",
+        "hole_newcomers_overtake_the_swapped",
+    ),
+    Mutant(
+        "ties_by_id",
+        "controller/core/victims.py",
+        "return (candidate.last_step, -candidate.arrival_ms, candidate.seq)",
+        "return (candidate.last_step, 0, candidate.seq)",
+        "the id decides who suffers",
+        "hole_ties_by_latest_arrival",
+    ),
+    Mutant(
+        "shared_blocks_counted_as_freed",
+        "workers/core/reports.py",
+        "usage=tuple(r.usage(roster.blocks.private(r.blocks)) for r in residents),",
+        "usage=tuple(r.usage(len(r.blocks)) for r in residents),",
+        "victims are chosen for blocks that do not come free",
+        "hole_shared_blocks_counted_as_freed",
+    ),
+    Mutant(
+        "no_min_residency",
+        "controller/core/swaps.py",
+        "protected=place.protected and usage.advanced < world.config.min_residency_tokens,",
+        "protected=False,",
+        "what has just come back is swapped out again",
+        "hole_min_residency",
+    ),
+    Mutant(
+        "shortage_said_once",
+        "workers/core/reports.py",
+        "            blocks_short=self._steps.blocks_short,\n",
+        "            blocks_short=self._steps.blocks_short if not complete else 0,\n",
+        "a new controller does not hear of a shortage",
+        "hole_controller_forgets_relief",
+    ),
+    Mutant(
+        "takeover_starts_afresh",
+        "workers/core/orders.py",
+        "        return isinstance(order, Admit) or resident.computed > 0\n",
+        "        return False\n",
+        "the run of a dead gateway loses its KV",
+        "hole_gateway_dies_live_run_outranked",
+    ),
+    Mutant(
+        "old_store_life_may_commit",
+        "kvstore/core/store.py",
+        "        if incarnation is not None and incarnation != self.incarnation:\n"
+        "            return StoreStatus.STALE_STORE\n        entry",
+        "        entry",
+        "a worker that mapped the slab of an earlier life is not told so",
+        "hole_store_restarts_under_a_put",
+    ),
+    Mutant(
+        "ticket_released_before_reload",
+        "controller/core/reconcile.py",
+        "    return sequence.state is State.SWAPPING_IN and getattr"
+        "(place.order, \"ticket\", None) == ticket",
+        "    return False",
+        "the payload goes as soon as its worker has begun to load it",
+    ),
+    Mutant(
+        "orders_are_not_sent_again",
+        "controller/core/reconcile.py",
+        "        place.sent_ms = world.now_ms\n        world.send(place.worker, place.order, again=True)\n",
+        "        place.sent_ms = world.now_ms\n",
+        "an order that was lost is never missed",
+    ),
+    Mutant(
+        "lost_workers_requests_stay",
+        "controller/core/levels.py",
+        "        _vanish(world, worker, world.sequences[seq])\n",
+        "        pass\n",
+        "who ran on a lost worker is forgotten",
+    ),
+    Mutant(
+        "client_forgets_what_it_has",
+        "client/core/resume.py",
+        "                    tuple(tuple(tokens) for tokens in self._tokens),\n",
+        "                    tuple(() for _ in self._tokens),\n",
+        "a resuming client asks for everything again",
+    ),
+)
+
+
+def copy_cores(target: Path) -> None:
+    """Copy the five cores and the simulator to ``target`` as a package without any shell."""
+    package = target / "deepinfer"
+    ignore = shutil.ignore_patterns("__pycache__")
+    for area in AREAS:
+        shutil.copytree(ROOT / area / "core", package / area / "core", ignore=ignore)
+        (package / area / "__init__.py").touch()
+    shutil.copytree(ROOT / "deploy" / "sim", package / "deploy" / "sim", ignore=ignore)
+    (package / "deploy" / "__init__.py").touch()
+
+
+def hunt(mutant: Mutant, *, seeds: int = SEEDS, all_stories: bool = True) -> str | None:
+    """Plant the mutant in a copy and return what caught it, or None if it survived."""
+    text = (ROOT / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: its text occurs {text.count(mutant.old)} times")
+    named = [STORIES / f"{mutant.story}.story"] if mutant.story is not None else []
+    others = sorted(STORIES.glob("*.story")) if all_stories and mutant.story is None else []
+    with tempfile.TemporaryDirectory() as folder:
+        copy_cores(Path(folder))
+        (Path(folder) / "deepinfer" / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+        done = subprocess.run(
+            [sys.executable, "-c", _HUNT, str(seeds), *map(str, [*named, *others])],
+            env={"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    if done.returncode not in (0, 3):
+        raise RuntimeError(f"{mutant.name}: {done.stderr}")
+    return done.stdout.strip() or None
+
+
+def main(names: list[str]) -> int:
+    """Hunt every mutant, or those named; return how many survived."""
+    survivors = 0
+    for mutant in MUTANTS:
+        if names and mutant.name not in names:
+            continue
+        caught = hunt(mutant)
+        survivors += caught is None
+        sys.stdout.write(f"{mutant.name:40s} {caught or 'SURVIVED'}\n")
+        sys.stdout.flush()
+    return survivors
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
