@@ -10,9 +10,9 @@ import torch
 
 from deepinfer.kernels import reference
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
-from deepinfer.workers.backends import cpu
+from deepinfer.workers.backends import cpu, cpu_attention
 from deepinfer.workers.backends.base import RowSpan
-from deepinfer.workers.backends.cpu import CpuBackend, rows_are_independent, tile_bucket
+from deepinfer.workers.backends.cpu import CpuBackend, rows_are_independent
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import RopeTable
 from deepinfer.workers.pool import PagedPool
@@ -170,15 +170,15 @@ def test_attention_over_the_same_quantised_kv(
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 64, 256])
 def test_tiles_are_whole_blocks_and_vectors(block_size: int) -> None:
     layout = KvLayout(resolve_kv_dtype("fp16"), 1, 1, 8, block_size)
-    tile = cpu.tile_keys(layout)
-    assert tile >= cpu.TILE_KEYS
+    tile = cpu_attention.tile_keys(layout)
+    assert tile >= cpu_attention.TILE_KEYS
     assert tile % block_size == 0
-    assert tile % cpu.VECTOR_WIDTH == 0
+    assert tile % cpu_attention.VECTOR_WIDTH == 0
 
 
 def test_buckets_waste_less_than_a_quarter() -> None:
     for tiles in range(1, 2000):
-        assert tiles <= tile_bucket(tiles) < 1.25 * tiles + 1e-9
+        assert tiles <= cpu_attention.tile_bucket(tiles) < 1.25 * tiles + 1e-9
 
 
 # SmolLM2-135M's linear layers (the LM head shortened) and its attention tile.

@@ -5,8 +5,7 @@
 * Linear layers see a multiple of ``row_multiple`` rows. oneDNN (and MKL) then sum every row in the
   same order however many rows there are.
 * Attention works on tiles of a fixed number of keys, and on a multiple of ``row_multiple`` query
-  rows. Maxima are exact in any order, tiles are added one after another, and a masked key or tile
-  adds exactly zero: so a row's result depends on its own keys alone.
+  rows (``cpu_attention`` says why that suffices).
 * K and V are always read back from the pool, the step's own too.
 * Elementwise functions whose vector and scalar code differ in the last bit (silu) only see rows
   that are whole vectors, and are never split across threads inside a vector.
@@ -14,8 +13,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,29 +25,25 @@ from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.kvstore.core.requests import Token
 from deepinfer.workers import sampler
 from deepinfer.workers.backends.base import Linear, Plan, RowSpan
+from deepinfer.workers.backends.cpu_attention import (
+    VECTOR_WIDTH,
+    AttentionGroup,
+    attend,
+    attention_kernels,
+    make_groups,
+    read_tiles,
+    serial_parts,
+)
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.sampler import SampleRow
 
 ROW_MULTIPLES: Final = (4, 8, 16)
 """Row paddings that ``calibrate`` tries, cheapest first."""
 
-TILE_KEYS: Final = 64
-"""Keys of one attention tile, rounded up to whole blocks and vectors."""
-
-CHUNK_ROWS: Final = 128
-"""Query tokens handled at once: bounds the score matrix of a long prefill chunk."""
-
-GROUP_BYTES: Final = 4 << 20
-"""Float32 K and V of one group of decoding requests: what a cache holds (measured best)."""
-
 INT8_SCALE_MIN: Final = 2.0**-14
 """The smallest normal float16: a subnormal scale would lose its precision."""
 
-VECTOR_WIDTH: Final = 32
-"""Elements of one unrolled float32 vector iteration in torch's elementwise kernels."""
-
 _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
-_SERIAL_ELEMENTS: Final = 32_768  # torch splits larger elementwise work across threads
 
 
 class CpuLinear:
@@ -81,23 +75,6 @@ class CpuLinear:
             )
             return result
         return F.linear(x, self._weight, self._bias)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionGroup:
-    """Requests with equally many query tokens, attended together.
-
-    ``rows`` indexes their rows, int64 ``[members * count]``; ``blocks`` their block ids, padded
-    with block 0 to whole tiles, int64 ``[members * tiles * blocks a tile]``; ``lengths`` the valid
-    keys of each; ``masked`` is bool ``[members, 1, tiles, padded query rows, tile keys]``.
-    """
-
-    rows: Tensor
-    blocks: Tensor
-    lengths: tuple[int, ...]
-    count: int
-    tiles: int
-    masked: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +132,10 @@ class CpuBackend:
         return CpuLinear(weight, bias, packed=self._packs)
 
     def calibrate(self, linears: Sequence[Linear], layout: KvLayout) -> None:
-        """Choose the smallest of ``ROW_MULTIPLES`` with which every row's bits are its own."""
+        """Choose the smallest of ``ROW_MULTIPLES`` with which every row's bits are its own.
+
+        Called again for another model or pool, it never goes below what an earlier one needs.
+        """
         shapes: dict[tuple[int, int], CpuLinear] = {}
         for linear in linears:
             assert isinstance(linear, CpuLinear)
@@ -163,9 +143,9 @@ class CpuBackend:
         kernels: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
             (f"linear {width} to {rows}", width, linear) for (width, rows), linear in shapes.items()
         ]
-        kernels += _attention_kernels(layout)
+        kernels += attention_kernels(layout)
         failed: list[str] = []
-        for multiple in ROW_MULTIPLES:
+        for multiple in ROW_MULTIPLES[ROW_MULTIPLES.index(self.row_multiple) :]:
             failed = [
                 name
                 for name, width, kernel in kernels
@@ -186,10 +166,6 @@ class CpuBackend:
         padded = self._pad(rows)
         positions = torch.zeros(padded, dtype=torch.int64)
         slot_blocks = torch.empty(rows, dtype=torch.int64)
-        decoding: dict[int, list[tuple[int, RowSpan]]] = {}
-        groups: list[AttentionGroup] = []
-        group_size = query_heads // layout.kv_heads
-        tile = tile_keys(layout)
         at = 0
         for span in spans:
             end = span.start + span.count
@@ -197,22 +173,7 @@ class CpuBackend:
             positions[at : at + span.count] = place
             table = torch.tensor(span.block_table[: layout.blocks_for(end)], dtype=torch.int64)
             slot_blocks[at : at + span.count] = table[place // layout.block_size]
-            if span.count == 1:
-                bucket = tile_bucket(-(-end // tile))
-                decoding.setdefault(bucket, []).append((at, span))
-            else:
-                for start in range(0, span.count, CHUNK_ROWS):
-                    count = min(CHUNK_ROWS, span.count - start)
-                    part = RowSpan(span.start + start, count, span.block_table)
-                    tiles = -(-(part.start + count) // tile)
-                    groups.append(self._group([(at + start, part)], tiles, layout, group_size))
             at += span.count
-        for bucket, members in sorted(decoding.items()):
-            tiles_bytes = 2 * 4 * bucket * tile * layout.kv_heads * layout.head_dim
-            limit = max(1, GROUP_BYTES // tiles_bytes)
-            for first in range(0, len(members), limit):
-                part_of_bucket = members[first : first + limit]
-                groups.append(self._group(part_of_bucket, bucket, layout, group_size))
         return CpuPlan(
             rows=rows,
             padded_rows=padded,
@@ -220,7 +181,12 @@ class CpuBackend:
             slot_blocks=slot_blocks[:, None],
             slot_offsets=(positions[:rows] % layout.block_size)[:, None],
             heads=torch.arange(layout.kv_heads)[None],
-            groups=tuple(groups),
+            groups=make_groups(
+                spans,
+                layout,
+                group_size=query_heads // layout.kv_heads,
+                row_multiple=self.row_multiple,
+            ),
         )
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
@@ -253,7 +219,7 @@ class CpuBackend:
         width = gate.shape[1]
         assert width % VECTOR_WIDTH == 0, f"width {width} would leave a scalar tail"
         result = torch.empty(gate.shape, dtype=torch.float32)
-        for source, target in zip(_serial_parts(gate), _serial_parts(result), strict=True):
+        for source, target in zip(serial_parts(gate), serial_parts(result), strict=True):
             torch.ops.aten.silu.out(source, out=target)
         return result.mul_(up)
 
@@ -282,8 +248,8 @@ class CpuBackend:
         result = torch.zeros((plan.padded_rows, heads * head_dim), dtype=torch.float32)
         scaled = q * head_dim**-0.5
         for group in plan.groups:
-            k, v = _read_tiles(pool, layer, group)
-            result[group.rows] = _attend(scaled[group.rows], k, v, group)
+            k, v = read_tiles(pool, layer, group)
+            result[group.rows] = attend(scaled[group.rows], k, v, group)
         return result
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:
@@ -293,36 +259,6 @@ class CpuBackend:
     def _pad(self, rows: int) -> int:
         return -(-rows // self.row_multiple) * self.row_multiple
 
-    def _group(
-        self,
-        members: Sequence[tuple[int, RowSpan]],
-        tiles: int,
-        layout: KvLayout,
-        group_size: int,
-    ) -> AttentionGroup:
-        count = members[0][1].count
-        tile = tile_keys(layout)
-        blocks = torch.zeros((len(members), tiles * tile // layout.block_size), dtype=torch.int64)
-        lengths = []
-        for row, (_, span) in enumerate(members):
-            used = layout.blocks_for(span.start + span.count)
-            blocks[row, :used] = torch.tensor(span.block_table[:used], dtype=torch.int64)
-            lengths.append(span.start + span.count)
-        query_rows = self._pad(count * group_size)
-        # Row r of a member is query token r // group_size; padding rows repeat the last token.
-        token = (torch.arange(query_rows) // group_size).clamp_(max=count - 1)
-        last_key = torch.tensor([span.start for _, span in members])[:, None] + token
-        keys = torch.arange(tiles * tile).view(1, 1, tiles, 1, tile)
-        starts = torch.tensor([at for at, _ in members])
-        return AttentionGroup(
-            rows=(starts[:, None] + torch.arange(count)).flatten(),
-            blocks=blocks.flatten(),
-            lengths=tuple(lengths),
-            count=count,
-            tiles=tiles,
-            masked=keys > last_key[:, None, None, :, None],
-        )
-
     def _saturating_cast(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(dtype).max
         if not float(values.abs().amax()) <= limit:
@@ -330,21 +266,6 @@ class CpuBackend:
             self._saturations += int((clamped != values).sum())
             values = clamped
         return values.to(dtype)
-
-
-def tile_keys(layout: KvLayout) -> int:
-    """Keys of one attention tile: whole blocks and whole vectors, at least ``TILE_KEYS``.
-
-    It depends on the block size alone.
-    """
-    step = math.lcm(layout.block_size, VECTOR_WIDTH)
-    return -(-TILE_KEYS // step) * step
-
-
-def tile_bucket(tiles: int) -> int:
-    """Round ``tiles`` up by less than a quarter, so that requests of like length share a group."""
-    step = 1 << max(0, tiles.bit_length() - 3)
-    return -(-tiles // step) * step
 
 
 def quantise_int8(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,103 +291,8 @@ def rows_are_independent(kernel: Callable[[Tensor], Tensor], width: int, multipl
     return torch.equal(same, expected[:1].expand_as(same))
 
 
-def _attention_kernels(
-    layout: KvLayout,
-) -> Iterable[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """The two products of a tile, as maps of query rows: name, width, kernel."""
-    tile = tile_keys(layout)
-    keys = torch.randn((1, tile, layout.head_dim), generator=torch.Generator().manual_seed(1))
-    sizes = f"of head_dim {layout.head_dim} and {tile} keys"
-    yield (
-        f"scores {sizes}",
-        layout.head_dim,
-        lambda rows: torch.bmm(rows[None], keys.transpose(1, 2))[0],
-    )
-    yield f"weighted values {sizes}", tile, lambda rows: torch.bmm(rows[None], keys)[0]
-
-
-def _serial_parts(x: Tensor) -> Sequence[Tensor]:
-    """Cut ``[rows, ...]`` so that torch splits no part across threads inside a vector.
-
-    Two threads split an even number of rows between two rows; more of them anywhere.
-    """
-    if torch.get_num_threads() <= 2:
-        return (x,)
-    return torch.split(x, max(1, _SERIAL_ELEMENTS // x[0].numel()))
-
-
 def _has_packed_linear() -> bool:
     operators: Any = torch.ops.mkldnn
     return torch._C._has_mkldnn and all(
         hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
-    )
-
-
-def _read_tiles(pool: PagedPool, layer: int, group: AttentionGroup) -> tuple[Tensor, Tensor]:
-    """Gather a group's K and V as float32 ``[members * kv_heads * tiles, tile keys, head_dim]``.
-
-    V beyond a member's length is zeroed: what lies there is stale, and 0 * NaN is NaN.
-    """
-    layout = pool.layout
-    members = len(group.lengths)
-    blocks = group.blocks.numel() // members
-    gathered = pool.layer_words(layer).index_select(0, group.blocks).view(torch.uint8)
-    k_bytes = layout.elements * layout.dtype.k_bytes
-    scales = pool.scales(layer).index_select(0, group.blocks) if layout.dtype.scaled else None
-    shape = (members, blocks, layout.kv_heads, layout.block_size, layout.head_dim)
-    tiles: list[Tensor] = []
-    for kv, (raw, dtype) in enumerate(
-        (
-            (gathered[:, :k_bytes], pool.k(layer).dtype),
-            (gathered[:, k_bytes:], pool.v(layer).dtype),
-        )
-    ):
-        source = raw.view(dtype).view(shape).transpose(1, 2)
-        target = torch.empty(source.shape, dtype=torch.float32)
-        target.copy_(source)
-        if scales is not None:
-            scale = scales[:, kv].to(torch.float32).view(shape[:-1]).transpose(1, 2)
-            target.mul_(scale[..., None])
-        tiles.append(target)
-    k, v = tiles
-    keys = v.view(members, layout.kv_heads, blocks * layout.block_size, layout.head_dim)
-    for member, length in enumerate(group.lengths):
-        keys[member, :, length:].zero_()
-    flat = (members * layout.kv_heads * group.tiles, -1, layout.head_dim)
-    return k.view(flat), v.view(flat)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
-    """Attention of one group; ``q`` is scaled, ``[members * count, query_heads, head_dim]``.
-
-    Returns ``[members * count, query_heads * head_dim]``.
-    """
-    members, tiles, count = len(group.lengths), group.tiles, group.count
-    padded = group.masked.shape[3]
-    heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads = k.shape[0] // (members * tiles)
-    per_kv = heads // kv_heads
-    real = count * per_kv
-    rows = torch.zeros((members, kv_heads, 1, padded, head_dim), dtype=torch.float32)
-    rows[:, :, 0, :real] = (
-        q.view(members, count, kv_heads, per_kv, head_dim).transpose(1, 2).flatten(2, 3)
-    )
-    rows = rows.expand(-1, -1, tiles, -1, -1).reshape(-1, padded, head_dim)
-    scores = torch.bmm(rows, k.transpose(1, 2)).view(members, kv_heads, tiles, padded, -1)
-    scores.masked_fill_(group.masked, -math.inf)
-    scores.sub_(scores.amax(dim=(2, 4), keepdim=True))
-    for part in _serial_parts(scores.view(-1, padded * scores.shape[-1])):
-        part.exp_()
-    weights = scores.sum(-1, keepdim=True)
-    values = torch.bmm(scores.view(-1, padded, scores.shape[-1]), v)
-    values = values.view(members, kv_heads, tiles, padded, head_dim)
-    total, norm = values[:, :, 0], weights[:, :, 0]
-    for tile in range(1, tiles):
-        total.add_(values[:, :, tile])
-        norm.add_(weights[:, :, tile])
-    mean = total.div_(norm)[:, :, :real]
-    return (
-        mean.view(members, kv_heads, count, per_kv, head_dim)
-        .transpose(1, 2)
-        .reshape(members * count, heads * head_dim)
     )
