@@ -1,0 +1,440 @@
+"""What a worker uses of a store: put, commit, resolve, get, over whichever path there is.
+
+What the world does is a status in the result, never an exception: a store that does not answer in
+time is UNREACHABLE, and then nothing is known about the call. Exceptions are for a caller's own
+mistakes (ValueError) and for what its own callbacks raise.
+
+The same-node path (``memfd``) copies straight into and out of the store's memory; the other
+(``grpc``) works from anywhere and is what the first is tested against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import grpc
+import grpc.aio
+
+from deepinfer.kvstore import wire
+from deepinfer.kvstore.auth import credentials
+from deepinfer.kvstore.copying import SpreadWriter, byte_views, chunks
+from deepinfer.kvstore.core.events import PutId
+from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
+from deepinfer.kvstore.core.manifest import Manifest, ManifestError
+from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.hashing import GroupHasher
+from deepinfer.kvstore.link import (
+    Fill,
+    Into,
+    LocalLink,
+    OnMap,
+    Outcome,
+    Source,
+    Stopped,
+    in_thread,
+)
+from deepinfer.kvstore.service import CHANNEL_OPTIONS, CHUNK_BYTES, SERVICE
+from deepinfer.proto import kvstore_pb2 as pb
+from deepinfer.proto import kvstore_pb2_grpc
+
+Path = Literal["auto", "memfd", "grpc"]
+
+_RETRY_LOCAL_S = 5.0
+"""How long a store without a same-node path here is not asked for one again."""
+_T = TypeVar("_T")
+
+__all__ = [
+    "CallResult", "Deadlines", "Fill", "GetResult", "Into", "OnMap", "Path", "PutResult", "Source",
+    "StoreClient",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds that a call may take before its outcome is UNREACHABLE."""
+
+    call_s: float = 2.0
+    payload_s: float = 30.0
+
+
+class CallResult(NamedTuple):
+    """The outcome of a call without a payload. The bytes are 0 when the store did not answer."""
+
+    status: StoreStatus
+    used_bytes: int
+    budget_bytes: int
+    detail: str
+
+
+class PutResult(NamedTuple):
+    """The outcome of a put. With OK the payload is in the store, verified and yet invisible."""
+
+    status: StoreStatus
+    manifest: Manifest | None
+    """With OK: the draft with its hashes."""
+    payload_bytes: int
+    copy_us: int
+    path: Path
+    detail: str
+
+
+class GetResult(NamedTuple):
+    """The outcome of a get. With OK the buffers hold what the manifest says."""
+
+    status: StoreStatus
+    manifest: Manifest | None
+    payload_bytes: int
+    copy_us: int
+    path: Path
+    detail: str
+
+
+class StoreClient:
+    """One worker life's client of one store's address. Make and use it in one event loop.
+
+    ``executor`` runs copies and hashes (by default two threads of the client's own).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        writer: WorkerRef,
+        *,
+        token: str = "",
+        path: Path = "auto",
+        executor: Executor | None = None,
+        on_map: OnMap | None = None,
+        deadlines: Deadlines | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        if path not in ("auto", "memfd", "grpc"):
+            raise ValueError(f"path = {path!r}: must be auto, memfd or grpc")
+        self.address = address
+        self.writer = writer
+        self._metadata = credentials(token)
+        self._path: Path = path
+        self._own_executor = (
+            ThreadPoolExecutor(2, thread_name_prefix="kvclient") if executor is None else None
+        )
+        self._executor: Executor = executor or self._own_executor  # type: ignore[assignment]
+        self._on_map = on_map
+        self._deadlines = deadlines or Deadlines()
+        options = list(CHANNEL_OPTIONS)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options)
+            if tls is None
+            else grpc.aio.secure_channel(address, tls, options)
+        )
+        self._stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)
+        self._put_call: Any = self._channel.stream_unary(
+            f"/{SERVICE}/Put",
+            request_serializer=lambda message: message,
+            response_deserializer=pb.StoreReply.FromString,
+        )
+        self._get_call: Any = self._channel.unary_stream(
+            f"/{SERVICE}/Get",
+            request_serializer=pb.GetRequest.SerializeToString,
+            response_deserializer=wire.get_response_from_bytes,
+        )
+        self._link: LocalLink | None = None
+        self._linking = asyncio.Lock()
+        self._no_local_until = 0.0
+
+    async def close(self) -> None:
+        """Hang up; whatever is under way fails or is stopped."""
+        if self._link is not None:
+            await self._link.close()
+        await self._channel.close(None)
+        if self._own_executor is not None:
+            self._own_executor.shutdown()
+
+    # ---- calls without a payload ----
+
+    async def commit(self, ticket: Ticket) -> CallResult:
+        """Make the put payload visible: OK, however often it is asked."""
+        return await self._call(self._stub.Commit, self._ticket_request(ticket))
+
+    async def resolve(self, ticket: Ticket) -> CallResult:
+        """COMMITTED; or SEALED, and then it never will be."""
+        return await self._call(self._stub.Resolve, self._ticket_request(ticket))
+
+    async def abort_put(self, ticket: Ticket) -> CallResult:
+        """Stop a put of the ticket that runs over gRPC. (One over memfd ends with its task.)"""
+        return await self._call(self._stub.AbortPut, self._ticket_request(ticket))
+
+    async def reserve(
+        self, ticket: Ticket, bytes_max: int, *, epoch: int, writer: WorkerRef | None = None
+    ) -> CallResult:
+        """The controller's call, for tools and tests."""
+        request = pb.ReserveRequest(
+            epoch=epoch,
+            ticket=wire.ticket_to_proto(ticket),
+            bytes_max=bytes_max,
+            writer=wire.writer_to_proto(writer or self.writer),
+        )
+        return await self._call(self._stub.Reserve, request)
+
+    async def release(self, ticket: Ticket, *, epoch: int) -> CallResult:
+        """The controller's call, for tools and tests."""
+        request = pb.ReleaseRequest(epoch=epoch, ticket=wire.ticket_to_proto(ticket))
+        return await self._call(self._stub.Release, request)
+
+    async def stats(self) -> pb.StatsResponse | None:
+        """The store's numbers; None when it does not answer."""
+        try:
+            response: pb.StatsResponse = await self._stub.Stats(
+                pb.StatsRequest(), timeout=self._deadlines.call_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError:
+            return None
+        return response
+
+    # ---- payloads ----
+
+    async def put(
+        self, ticket: Ticket, draft: Manifest, source: Source, *, timeout_s: float | None = None
+    ) -> PutResult:
+        """Copy a payload into the store. ``commit`` makes it visible.
+
+        ``draft`` is a ``Manifest.draft``; ``source`` gives its blocks, each ``block_bytes`` long,
+        or writes them (in a thread). Raises ValueError when they do not fit the draft.
+        """
+        if not callable(source):
+            if len(source) != draft.blocks or any(v.nbytes != draft.block_bytes for v in source):
+                raise ValueError(
+                    f"source: must be {draft.blocks} blocks of {draft.block_bytes} bytes"
+                )
+            source = byte_views("source", source, draft.payload_bytes)
+        started = time.perf_counter_ns()
+        outcome, path = await self._over(
+            timeout_s,
+            lambda link: link.put(ticket, draft, source),
+            lambda left: self._put_grpc(ticket, draft, source, left),
+        )
+        copy_us = (time.perf_counter_ns() - started) // 1000
+        sent = draft.payload_bytes if outcome.status is StoreStatus.OK else 0
+        return PutResult(outcome.status, outcome.manifest, sent, copy_us, path, outcome.detail)
+
+    async def get(self, ticket: Ticket, into: Into, *, timeout_s: float | None = None) -> GetResult:
+        """Copy a committed payload into buffers and verify the copy.
+
+        ``into`` is asked for the buffers once the manifest is known. BAD_PAYLOAD: the bytes in the
+        buffers are not to be used. Raises ValueError when the buffers do not fit the manifest.
+        """
+        started = time.perf_counter_ns()
+        outcome, path = await self._over(
+            timeout_s,
+            lambda link: link.get(ticket, into),
+            lambda left: self._get_grpc(ticket, into, left),
+        )
+        copy_us = (time.perf_counter_ns() - started) // 1000
+        got = 0
+        if outcome.status is StoreStatus.OK and outcome.manifest is not None:
+            got = outcome.manifest.payload_bytes
+        return GetResult(outcome.status, outcome.manifest, got, copy_us, path, outcome.detail)
+
+    async def _over(
+        self,
+        timeout_s: float | None,
+        local: Callable[[LocalLink], Awaitable[Outcome]],
+        remote: Callable[[float], Awaitable[Outcome]],
+    ) -> tuple[Outcome, Path]:
+        """Choose the path and hold the deadline."""
+        path: Path = "grpc" if self._path == "grpc" else "memfd"
+        limit_s = self._deadlines.payload_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                link = None if path == "grpc" else await self._local()
+                if link is not None:
+                    return await local(link), "memfd"
+                if self._path == "memfd":
+                    detail = "the store has no same-node path here"
+                    return Outcome(StoreStatus.UNREACHABLE, None, detail), path
+                path = "grpc"
+                return await remote(limit_s), path
+        except TimeoutError:
+            detail = f"no answer within {limit_s} s"
+        except ConnectionError as error:
+            detail = str(error)
+        except grpc.aio.AioRpcError as error:
+            return Outcome(_status_of(error), None, _detail_of(error)), path
+        return Outcome(StoreStatus.UNREACHABLE, None, detail), path
+
+    # ---- the same-node path ----
+
+    async def _local(self) -> LocalLink | None:
+        """The link, made anew if need be; None where there is none to be had."""
+        async with self._linking:
+            old = self._link
+            if old is not None and old.alive:
+                return old
+            if time.monotonic() < self._no_local_until:
+                return None
+            owed: list[PutId] = []
+            if old is not None:
+                # The old slabs go before the new come: two of each could be too much memory.
+                await old.close()
+                owed, self._link = old.unacknowledged, None
+            stats = await self.stats()
+            socket_path = "" if stats is None else stats.local_socket
+            link = None
+            if socket_path:
+                link = await self._connect(socket_path)
+            if link is None or stats is None or link.incarnation != stats.incarnation:
+                self._no_local_until = time.monotonic() + _RETRY_LOCAL_S
+                if link is not None:
+                    await link.close()
+                return None
+            self._link = link
+            for put in owed:
+                if put.incarnation == link.incarnation:
+                    await link.acknowledge(put)
+            return link
+
+    async def _connect(self, socket_path: str) -> LocalLink | None:
+        try:
+            return await LocalLink.connect(
+                socket_path,
+                self.writer,
+                self._executor,
+                self._on_map,
+                timeout_s=self._deadlines.call_s,
+            )
+        except OSError:
+            return None
+
+    # ---- gRPC ----
+
+    async def _put_grpc(
+        self, ticket: Ticket, draft: Manifest, source: Source, timeout_s: float
+    ) -> Outcome:
+        stop = threading.Event()
+        blocks, manifest = await in_thread(
+            self._executor, stop, lambda: _stage(draft, source, stop)
+        )
+        call = self._put_call(timeout=timeout_s, metadata=self._metadata)
+        header = pb.PutHeader(
+            ticket=wire.ticket_to_proto(ticket),
+            writer=wire.writer_to_proto(self.writer),
+            store_incarnation=self._incarnation() or 0,
+            manifest=wire.manifest_to_bytes(manifest),
+            payload_bytes=manifest.payload_bytes,
+            payload_xxh3=manifest.payload_hash,
+        )
+        try:
+            await call.write(pb.PutRequest(header=header).SerializeToString())
+            for pieces in chunks(blocks, CHUNK_BYTES):
+                await call.write(wire.chunk_to_bytes(pieces))
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the store has answered already: with what, the next line says
+        reply = await call
+        return Outcome(wire.status_from_proto(reply.status), manifest, reply.detail)
+
+    async def _get_grpc(self, ticket: Ticket, into: Into, timeout_s: float) -> Outcome:
+        request = pb.GetRequest(
+            ticket=wire.ticket_to_proto(ticket), reader=wire.writer_to_proto(self.writer)
+        )
+        call = self._get_call(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            messages = aiter(call)
+            header = await anext(messages, None)
+            if not isinstance(header, pb.GetHeader):
+                return Outcome(StoreStatus.BAD_PAYLOAD, None, "no header came")
+            status = wire.status_from_proto(header.reply.status)
+            if status is not StoreStatus.OK:
+                return Outcome(status, None, header.reply.detail)
+            try:
+                manifest = wire.manifest_from_bytes(header.manifest)
+            except ManifestError as error:
+                return Outcome(StoreStatus.BAD_PAYLOAD, None, str(error))
+            buffers = into(manifest)
+            if buffers is None:
+                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
+            views = byte_views("into", buffers, manifest.payload_bytes)
+            return await self._receive(messages, manifest, views)
+        finally:
+            call.cancel()
+
+    async def _receive(
+        self, messages: AsyncIterator[Any], manifest: Manifest, views: list[memoryview]
+    ) -> Outcome:
+        hasher = GroupHasher(manifest)
+        writer = SpreadWriter(views)
+
+        def take(chunk: memoryview) -> None:
+            writer.write(chunk)
+            hasher.update(chunk)
+
+        never = threading.Event()  # one chunk is soon done
+        async for chunk in messages:
+            if not isinstance(chunk, memoryview):
+                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "a second header")
+            if hasher.hashed_bytes + len(chunk) > manifest.payload_bytes:
+                detail = f"more than the manifest's {manifest.payload_bytes} bytes"
+                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, detail)
+            await in_thread(self._executor, never, partial(take, chunk))
+        if not hasher.matches(manifest):
+            detail = f"{hasher.hashed_bytes} of {manifest.payload_bytes} bytes, or another hash"
+            return Outcome(StoreStatus.BAD_PAYLOAD, manifest, detail)
+        return Outcome(StoreStatus.OK, manifest, "")
+
+    async def _call(self, method: Any, request: Any) -> CallResult:
+        try:
+            reply: pb.StoreReply = await method(
+                request, timeout=self._deadlines.call_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            return CallResult(_status_of(error), 0, 0, _detail_of(error))
+        status = wire.status_from_proto(reply.status)
+        return CallResult(status, reply.used_bytes, reply.budget_bytes, reply.detail)
+
+    def _ticket_request(self, ticket: Ticket) -> pb.TicketRequest:
+        return pb.TicketRequest(
+            ticket=wire.ticket_to_proto(ticket),
+            writer=wire.writer_to_proto(self.writer),
+            store_incarnation=self._incarnation() or 0,
+        )
+
+    def _incarnation(self) -> Incarnation | None:
+        """The store's life, as far as the same-node path told it."""
+        return None if self._link is None else self._link.incarnation
+
+
+def _stage(
+    draft: Manifest, source: Source, stop: threading.Event
+) -> tuple[Sequence[memoryview], Manifest]:
+    """The payload's blocks in this process's memory, and the manifest with their hashes."""
+    hasher = GroupHasher(draft)
+    if callable(source):
+        staged = memoryview(bytearray(draft.payload_bytes))
+        source(0, staged)
+        blocks: Sequence[memoryview] = [staged]
+    else:
+        blocks = source
+    for block in blocks:
+        if stop.is_set():
+            raise Stopped
+        hasher.update(block)
+    return blocks, hasher.fill_in(draft)
+
+
+def _status_of(error: grpc.aio.AioRpcError) -> StoreStatus:
+    """What a failed call says about the payload: that it is bad, or nothing at all."""
+    bad = (
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    )
+    return StoreStatus.BAD_PAYLOAD if error.code() in bad else StoreStatus.UNREACHABLE
+
+
+def _detail_of(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,370 @@
+"""The worker's end of the same-node path: one connection to one life of one store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from deepinfer.kvstore import wire
+from deepinfer.kvstore.copying import SpreadWriter, byte_views, copy
+from deepinfer.kvstore.core.events import PutId
+from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
+from deepinfer.kvstore.core.manifest import Manifest, ManifestError
+from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.frames import FrameSocket
+from deepinfer.kvstore.hashing import GroupHasher, matches
+from deepinfer.kvstore.host_pool import PageMap, Slab
+from deepinfer.kvstore.local import VERSION
+
+Fill = Callable[[int, memoryview], None]
+"""``fill(first_block, buffer)`` writes that block and those behind it, as many whole blocks as the
+buffer holds, and returns when the bytes are there. Called in a thread, in ascending order."""
+Source = Sequence[memoryview] | Fill
+"""A payload's blocks, or what writes them."""
+OnMap = Callable[[int, int], Callable[[], None] | None]
+"""``on_map(address, length)`` hears of each mapped slab (to register it as pinned memory); what it
+returns is called before the slab is unmapped. Called in a thread."""
+Into = Callable[[Manifest], Sequence[memoryview] | None]
+"""Given the manifest, the buffers to copy to, ``payload_bytes`` in total; None refuses it."""
+
+_log = logging.getLogger(__name__)
+
+FILL_BYTES = 16 << 20
+"""Above this a ``Fill`` is called more than once, so that it can be stopped in between."""
+_T = TypeVar("_T")
+
+
+class Stopped(Exception):
+    """The store revoked the put, or its caller gave up."""
+
+
+class Outcome(NamedTuple):
+    """What became of a put or get."""
+
+    status: StoreStatus
+    manifest: Manifest | None
+    detail: str
+
+
+async def in_thread(executor: Executor, stop: threading.Event, work: Callable[[], _T]) -> _T:
+    """Run ``work`` in a thread and never leave while it runs: when cancelled, stop it first.
+
+    A copy that nobody waits for would go on writing into pages that are someone else's by then.
+    """
+    future = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        stop.set()
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        if not future.cancelled():
+            future.exception()  # seen; the cancellation is what the caller hears
+        raise
+
+
+class LocalLink:
+    """Made by ``connect``. When the connection ends, ``alive`` turns false, whatever waits fails
+    with ConnectionError, and the slabs are unmapped as soon as no copy uses them."""
+
+    def __init__(
+        self, frames: FrameSocket, executor: Executor, on_map: OnMap | None, welcome: dict[str, Any]
+    ) -> None:
+        self._frames = frames
+        self._executor = executor
+        self._on_map = on_map
+        self.store: str = welcome["store"]
+        self.incarnation = Incarnation(welcome["incarnation"])
+        self._map = PageMap(welcome["page_bytes"], welcome["slab_pages"])
+        self._slab_bytes: int = welcome["slab_bytes"]
+        self._unmap: list[Callable[[], None] | None] = []
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._called = 0
+        self._stops: dict[PutId, threading.Event] = {}
+        self._copies = 0
+        self._unmapped = asyncio.Event()
+        self.alive = True
+        self.unacknowledged: list[PutId] = []
+        """Puts whose writer has stopped and whose store could not be told."""
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def connect(
+        cls,
+        path: str,
+        writer: WorkerRef,
+        executor: Executor,
+        on_map: OnMap | None = None,
+        *,
+        timeout_s: float = 5.0,
+    ) -> LocalLink:
+        """Raises OSError (TimeoutError is one) when there is no such store here, or it refuses."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        frames = FrameSocket(sock)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().sock_connect(sock, path)
+                await frames.send(
+                    {
+                        "op": "hello",
+                        "version": VERSION,
+                        "worker": writer.worker,
+                        "incarnation": writer.incarnation,
+                    }
+                )
+                received = await frames.receive()
+            welcome = {} if received is None else received[0]
+            if welcome.get("op") != "welcome":
+                raise ConnectionRefusedError(str(welcome.get("detail", "no welcome")))
+            return cls(frames, executor, on_map, welcome)
+        except BaseException:
+            frames.close()
+            raise
+
+    async def close(self) -> None:
+        """Hang up and unmap; copies under way are stopped and waited for."""
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        await self._unmapped.wait()
+
+    # ---- payloads ----
+
+    async def put(self, ticket: Ticket, draft: Manifest, source: Source) -> Outcome:
+        """Write a payload into the store; it is verified there, and still invisible."""
+        if draft.block_bytes != self._map.page_bytes:
+            detail = f"block_bytes {draft.block_bytes}: the store's are {self._map.page_bytes}"
+            return Outcome(StoreStatus.BAD_PAYLOAD, None, detail)
+        granted = await self._call(
+            {
+                "op": "begin_put",
+                "ticket": wire.ticket_to_list(ticket),
+                "payload_bytes": draft.payload_bytes,
+            }
+        )
+        status = wire.status_from_proto(granted["status"])
+        if status is not StoreStatus.OK:
+            return Outcome(status, None, "")
+        put = wire.put_from_list(granted["hold"])
+        stop = self._stops[put]
+        self._copies += 1
+        try:
+            manifest = await in_thread(
+                self._executor, stop, lambda: self._write(granted["pages"], draft, source, stop)
+            )
+        except BaseException as error:
+            self._copy_done(put)
+            await self.acknowledge(put)
+            if isinstance(error, Stopped):
+                return Outcome(StoreStatus.SEALED, None, "revoked by the store")
+            raise
+        self._copy_done(put)
+        finished = await self._call(
+            {"op": "finish_put", "put": [*put], "manifest": wire.manifest_to_bytes(manifest)},
+            unless_sent=put,
+        )
+        status = wire.status_from_proto(finished["status"])
+        return Outcome(status, manifest, str(finished["detail"]))
+
+    async def acknowledge(self, put: PutId) -> None:
+        """Tell the store that nothing here will write into the put's pages any more."""
+        try:
+            await self._frames.send({"op": "abort_put", "put": [*put]})
+        except OSError:
+            self.unacknowledged.append(put)
+
+    async def get(self, ticket: Ticket, into: Into) -> Outcome:
+        """Copy a payload out of the store and check the copy."""
+        granted = await self._call({"op": "begin_get", "ticket": wire.ticket_to_list(ticket)})
+        status = wire.status_from_proto(granted["status"])
+        if status is not StoreStatus.OK:
+            return Outcome(status, None, "")
+        read = wire.read_from_list(granted["hold"])
+        stop = threading.Event()
+        self._copies += 1
+        try:
+            manifest = wire.manifest_from_bytes(granted["manifest"])
+            buffers = into(manifest)
+            if buffers is None:
+                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
+            views = byte_views("into", buffers, manifest.payload_bytes)
+            good = await in_thread(
+                self._executor,
+                stop,
+                lambda: self._copy_out(granted["pages"], manifest, views, stop),
+            )
+        except ManifestError as error:
+            return Outcome(StoreStatus.BAD_PAYLOAD, None, str(error))
+        finally:
+            self._copy_done(None)
+            with contextlib.suppress(OSError):
+                await self._frames.send({"op": "end_get", "read": [*read]})
+        if good:
+            return Outcome(StoreStatus.OK, manifest, "")
+        return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "the copied bytes have another hash")
+
+    # ---- in a thread ----
+
+    def _write(
+        self, pages: list[int], draft: Manifest, source: Source, stop: threading.Event
+    ) -> Manifest:
+        hasher = GroupHasher(draft)
+        if callable(source):
+            block = 0
+            step = max(1, FILL_BYTES // draft.block_bytes) * draft.block_bytes
+            for run in self._map.runs(pages):
+                for begin in range(0, len(run), step):
+                    if stop.is_set():
+                        raise Stopped
+                    buffer = run[begin : begin + step]
+                    source(block, buffer)
+                    hasher.update(buffer)
+                    block += len(buffer) // draft.block_bytes
+            return hasher.fill_in(draft)
+        for page, view in zip(pages, source, strict=True):
+            if stop.is_set():
+                raise Stopped
+            copy(self._map.page(page), view)
+            hasher.update(view)
+        return hasher.fill_in(draft)
+
+    def _copy_out(
+        self,
+        pages: list[int],
+        manifest: Manifest,
+        views: Sequence[memoryview],
+        stop: threading.Event,
+    ) -> bool:
+        writer = SpreadWriter(views)
+        for page in pages:
+            if stop.is_set():
+                raise Stopped
+            writer.write(self._map.page(page))
+        return matches(manifest, views)
+
+    def _adopt(self, fd: int) -> None:
+        slab = Slab.adopt(fd, self._slab_bytes)
+        undo = None
+        try:
+            if self._on_map is not None:
+                address = np.frombuffer(slab.view, np.uint8).ctypes.data
+                undo = self._on_map(address, slab.length)
+        except BaseException:
+            slab.close()
+            raise
+        self._map.slabs.append(slab)
+        self._unmap.append(undo)
+
+    def _unmap_all(self) -> None:
+        for undo in self._unmap:
+            if undo is not None:
+                undo()
+        self._unmap.clear()
+        self._map.close()
+
+    # ---- the connection ----
+
+    async def _call(
+        self, frame: dict[str, object], *, unless_sent: PutId | None = None
+    ) -> dict[str, Any]:
+        """Send a frame and wait for its answer. Raises ConnectionError when the link is gone.
+
+        ``unless_sent``: the put to acknowledge later if the frame did not go out.
+        """
+        if not self.alive:
+            if unless_sent is not None:
+                self.unacknowledged.append(unless_sent)
+            raise ConnectionAbortedError("the store hung up")
+        self._called += 1
+        call = self._called
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        try:
+            try:
+                await self._frames.send({**frame, "call": call})
+            except BaseException as error:
+                if unless_sent is not None:
+                    self.unacknowledged.append(unless_sent)
+                if isinstance(error, OSError):
+                    raise ConnectionAbortedError(str(error)) from error
+                raise
+            try:
+                return await answer
+            except asyncio.CancelledError:
+                if answer.done() and not answer.cancelled() and answer.exception() is None:
+                    await self._give_back(answer.result())
+                raise
+        finally:
+            del self._calls[call]
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while (received := await self._frames.receive()) is not None:
+                frame, fds = received
+                match frame["op"]:
+                    case "slab" if len(fds) == 1:
+                        await loop.run_in_executor(self._executor, self._adopt, fds.pop())
+                    case "granted" | "finished":
+                        await self._answered(frame)
+                    case "revoke":
+                        put = wire.put_from_list(frame.get("put"))
+                        if put in self._stops:
+                            self._stops[put].set()
+                for fd in fds:
+                    os.close(fd)
+        except Exception:  # noqa: BLE001 - also what on_map raises; who waits hears of it below
+            _log.exception("the link to store %s ends", self.store)
+        finally:
+            self.alive = False
+            for answer in self._calls.values():
+                if not answer.done():
+                    answer.set_exception(ConnectionAbortedError("the store hung up"))
+            for stop in self._stops.values():
+                stop.set()
+            self._frames.close()
+            self._unmap_if_idle()
+
+    async def _answered(self, frame: dict[str, Any]) -> None:
+        answer = self._calls.get(frame.get("call", 0))
+        if answer is None or answer.done():
+            await self._give_back(frame)
+            return
+        if frame.get("hold") is not None and "manifest" not in frame:
+            # Now, not when the caller wakes up: a revoke may be the very next frame.
+            self._stops[wire.put_from_list(frame["hold"])] = threading.Event()
+        answer.set_result(frame)
+
+    async def _give_back(self, frame: dict[str, Any]) -> None:
+        """What was granted to a caller who has given up: pages or a read that nobody will use."""
+        hold = frame.get("hold")
+        if hold is None:
+            return
+        if "manifest" in frame:
+            with contextlib.suppress(OSError):
+                await self._frames.send({"op": "end_get", "read": hold})
+        else:
+            put = wire.put_from_list(hold)
+            self._stops.pop(put, None)
+            await self.acknowledge(put)
+
+    def _copy_done(self, put: PutId | None) -> None:
+        if put is not None:
+            self._stops.pop(put, None)
+        self._copies -= 1
+        if not self.alive:
+            self._unmap_if_idle()
+
+    def _unmap_if_idle(self) -> None:
+        if self._copies == 0 and not self._unmapped.is_set():
+            self._unmap_all()
+            self._unmapped.set()

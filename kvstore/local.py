@@ -1,0 +1,347 @@
+"""The same-node path: workers map the store's slabs and copy straight into and out of them.
+
+Over the Unix socket go only words and, once each, the slabs' descriptors:
+
+================  =============================================================================
+worker -> store   ``hello``; ``begin_put``, ``finish_put``, ``abort_put``; ``begin_get``,
+                  ``end_get``
+store -> worker   ``welcome``; ``slab`` (before the first grant of its pages); ``granted``,
+                  ``finished``; ``revoke``: stop writing, then say ``abort_put``
+================  =============================================================================
+
+A worker that was granted pages may write into them until it says otherwise or its process is gone,
+whatever became of the ticket or of this connection: so only ``finish_put``, ``abort_put`` and the
+process's own end (its pidfd) give them back. Who is at the other end is the kernel's word
+(SO_PEERCRED), not the worker's: it must be the same user, and two processes cannot be one writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from typing import Any
+
+from deepinfer.kvstore import wire
+from deepinfer.kvstore.core.events import (
+    BeginGet,
+    BeginPut,
+    PutGrant,
+    PutId,
+    ReadId,
+    WriterGone,
+)
+from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
+from deepinfer.kvstore.core.manifest import ManifestError
+from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.frames import FrameError, FrameSocket
+from deepinfer.kvstore.runtime import StoreRuntime
+
+_log = logging.getLogger(__name__)
+
+VERSION = 1
+_HELLO_S = 5.0
+_SO_PEERPIDFD = 77  # Linux 6.5; Python's socket module does not name it yet
+_UCRED = struct.Struct("3i")
+
+
+class _Peer:
+    """One writer process, known by its pidfd until it ends."""
+
+    def __init__(self, ref: WorkerRef, pid: int, pidfd: int) -> None:
+        self.ref = ref
+        self.pid = pid
+        self.pidfd = pidfd
+        self.puts: dict[PutId, PutGrant] = {}
+
+
+class _Connection:
+    """One connection of a peer."""
+
+    def __init__(self, frames: FrameSocket, peer: _Peer) -> None:
+        self.frames = frames
+        self.peer = peer
+        self.slabs_sent = 0
+        self.reads: set[ReadId] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+
+class LocalServer:
+    """Listens on a Unix socket at ``path``, which must not exist and is removed at the end."""
+
+    def __init__(self, runtime: StoreRuntime, path: str) -> None:
+        self._runtime = runtime
+        self.path = path
+        self._peers: dict[WorkerRef, _Peer] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(path)
+            os.chmod(path, 0o600)
+            self._listener.listen(64)
+            self._listener.setblocking(False)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def close(self) -> None:
+        """Hang up on everyone."""
+        self._accepting.cancel()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(self._accepting, *self._serving, return_exceptions=True)
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._listener)
+            task = asyncio.create_task(self._serve(sock))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        frames = FrameSocket(sock)
+        connection: _Connection | None = None
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                connection = await self._greet(frames)
+            if connection is not None:
+                while (received := await frames.receive()) is not None:
+                    frame, fds = received
+                    for fd in fds:  # none are expected
+                        os.close(fd)
+                    self._handle(connection, frame)
+        except (OSError, TimeoutError, wire.WireError) as error:
+            _log.warning("a same-node connection ends: %r", error)
+        finally:
+            if connection is not None:
+                for task in connection.tasks:
+                    task.cancel()
+                # A reader that lost its connection may still copy, but it will find the bytes
+                # wrong if they change: its pages need not wait. A writer's must.
+                for read in sorted(connection.reads):
+                    self._runtime.end_get(read)
+            frames.close()
+
+    # ---- who is there ----
+
+    async def _greet(self, frames: FrameSocket) -> _Connection | None:
+        received = await frames.receive()
+        if received is None:
+            return None
+        frame, fds = received
+        for fd in fds:
+            os.close(fd)
+        try:
+            peer = self._identify(frames.sock, frame)
+        except wire.WireError as error:
+            await frames.send({"op": "refused", "detail": str(error)})
+            return None
+        core, pool = self._runtime.core, self._runtime.pool
+        await frames.send(
+            {
+                "op": "welcome",
+                "version": VERSION,
+                "store": core.store,
+                "incarnation": core.incarnation,
+                "page_bytes": pool.page_bytes,
+                "slab_pages": pool.slab_pages,
+                "slab_bytes": pool.slab_bytes,
+            }
+        )
+        return _Connection(frames, peer)
+
+    def _identify(self, sock: socket.socket, frame: dict[str, Any]) -> _Peer:
+        if frame.get("op") != "hello" or frame.get("version") != VERSION:
+            raise wire.WireError("hello.version", frame.get("version"), f"{VERSION}")
+        worker, life = frame.get("worker"), frame.get("incarnation")
+        if type(worker) is not str or not 0 < len(worker) <= wire.ID_MAX or type(life) is not int:
+            raise wire.WireError("hello.worker", (worker, life), "a worker's id and incarnation")
+        ref = WorkerRef(WorkerId(worker), Incarnation(life))
+        pid, uid, _ = _UCRED.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        )
+        if uid != os.geteuid():
+            raise wire.WireError("peer's user", uid, f"{os.geteuid()}")
+        if pid == 0:
+            raise wire.WireError("peer's pid", pid, "visible in the store's pid namespace")
+        known = self._peers.get(ref)
+        if known is not None:
+            if known.pid != pid:
+                raise wire.WireError("hello.worker", ref, f"another than pid {known.pid}'s")
+            return known
+        peer = _Peer(ref, pid, _open_pidfd(sock, pid))
+        self._peers[ref] = peer
+        asyncio.get_running_loop().add_reader(peer.pidfd, self._gone, peer)
+        return peer
+
+    def _gone(self, peer: _Peer) -> None:
+        self._forget(peer)
+        self._runtime.send(WriterGone(peer.ref))
+
+    def _forget(self, peer: _Peer) -> None:
+        asyncio.get_running_loop().remove_reader(peer.pidfd)
+        os.close(peer.pidfd)
+        del self._peers[peer.ref]
+
+    # ---- what it wants ----
+
+    def _handle(self, connection: _Connection, frame: dict[str, Any]) -> None:
+        """Act on one frame; what has to wait goes on in a task. Raises WireError."""
+        match frame["op"]:
+            case "begin_put":
+                ticket = wire.ticket_from_list(frame.get("ticket"))
+                size, call = _count(frame, "payload_bytes"), _count(frame, "call")
+                body = BeginPut(
+                    ticket, connection.peer.ref, size, True, self._runtime.core.incarnation
+                )
+                self._spawn(connection, self._begin_put(connection, call, body))
+            case "finish_put":
+                put = wire.put_from_list(frame.get("put"))
+                raw = frame.get("manifest")
+                if type(raw) is not bytes:
+                    raise wire.WireError("manifest", type(raw).__name__, "bytes")
+                self._spawn(
+                    connection, self._finish_put(connection, _count(frame, "call"), put, raw)
+                )
+            case "abort_put":
+                put = wire.put_from_list(frame.get("put"))
+                if connection.peer.puts.pop(put, None) is not None:
+                    self._runtime.abort_put(put)
+            case "begin_get":
+                ticket = wire.ticket_from_list(frame.get("ticket"))
+                call = _count(frame, "call")
+                self._spawn(connection, self._begin_get(connection, call, BeginGet(ticket)))
+            case "end_get":
+                read = wire.read_from_list(frame.get("read"))
+                if read in connection.reads:
+                    connection.reads.remove(read)
+                    self._runtime.end_get(read)
+            case op:
+                raise FrameError(f"unknown op {op!r}")
+
+    def _spawn(self, connection: _Connection, work: Any) -> None:
+        task = asyncio.create_task(self._guarded(connection, work))
+        connection.tasks.add(task)
+        task.add_done_callback(connection.tasks.discard)
+
+    async def _guarded(self, connection: _Connection, work: Any) -> None:
+        try:
+            await work
+        except OSError:
+            # Nobody to answer: end the connection, which its reader notices.
+            with contextlib.suppress(OSError):
+                connection.frames.sock.shutdown(socket.SHUT_RDWR)
+
+    async def _begin_put(self, connection: _Connection, call: int, body: BeginPut) -> None:
+        peer = connection.peer
+        revoked = False
+
+        def revoke() -> None:
+            nonlocal revoked
+            revoked = True
+            if grant is not None and grant.put is not None:
+                self._spawn(
+                    connection, connection.frames.send({"op": "revoke", "put": [*grant.put]})
+                )
+
+        grant: PutGrant | None = None
+        grant = await self._runtime.begin_put(body, revoke)
+        if grant.put is not None:
+            # From the moment the pages' numbers are on their way they are the writer's.
+            peer.puts[grant.put] = grant
+        try:
+            await self._send_slabs(connection)
+            await connection.frames.send(
+                {
+                    "op": "granted",
+                    "call": call,
+                    "status": grant.status.value,
+                    "hold": None if grant.put is None else [*grant.put],
+                    "pages": [*grant.pages],
+                }
+            )
+        except BaseException:
+            # A frame that was not sent whole was not read: the writer has no pages.
+            if grant.put is not None and peer.puts.pop(grant.put, None) is not None:
+                self._runtime.abort_put(grant.put)
+            raise
+        if revoked and grant.put is not None:
+            await connection.frames.send({"op": "revoke", "put": [*grant.put]})
+
+    async def _finish_put(self, connection: _Connection, call: int, put: PutId, raw: bytes) -> None:
+        grant = connection.peer.puts.pop(put, None)
+        if grant is None:
+            status, detail = StoreStatus.NOT_YOURS, "no such put"
+        else:
+            try:
+                status, detail = await self._check_put(grant, raw)
+            except BaseException:
+                self._runtime.abort_put(put)  # its writer has said that it is through
+                raise
+        await connection.frames.send(
+            {"op": "finished", "call": call, "status": status.value, "detail": detail}
+        )
+
+    async def _check_put(self, grant: PutGrant, raw: bytes) -> tuple[StoreStatus, str]:
+        size = sum(map(len, self._runtime.pool.runs(grant.pages)))
+        try:
+            manifest = wire.manifest_from_bytes(raw)
+        except ManifestError as error:
+            assert grant.put is not None
+            self._runtime.abort_put(grant.put)
+            return StoreStatus.BAD_PAYLOAD, str(error)
+        good = await self._runtime.verify(manifest, grant.pages)
+        detail = "" if good else "length or hash differs from the manifest's"
+        return self._runtime.finish_put(grant, manifest, size, good).status, detail
+
+    async def _begin_get(self, connection: _Connection, call: int, body: BeginGet) -> None:
+        grant = self._runtime.begin_get(body)
+        if grant.read is not None:
+            connection.reads.add(grant.read)
+        await self._send_slabs(connection)
+        await connection.frames.send(
+            {
+                "op": "granted",
+                "call": call,
+                "status": grant.status.value,
+                "hold": None if grant.read is None else [*grant.read],
+                "pages": [*grant.pages],
+                "manifest": None
+                if grant.manifest is None
+                else wire.manifest_to_bytes(grant.manifest),
+            }
+        )
+
+    async def _send_slabs(self, connection: _Connection) -> None:
+        slabs = self._runtime.pool.slabs
+        while connection.slabs_sent < len(slabs):
+            slab = slabs[connection.slabs_sent]
+            connection.slabs_sent += 1
+            await connection.frames.send({"op": "slab"}, [slab.fd])
+
+
+def _count(frame: dict[str, Any], name: str) -> int:
+    value = frame.get(name)
+    if type(value) is not int or value < 0:
+        raise wire.WireError(name, value, "an integer of 0 or more")
+    return value
+
+
+def _open_pidfd(sock: socket.socket, pid: int) -> int:
+    """A pidfd of the process that connected; where the kernel can, one that no pid reuse fools."""
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
+        fd: int = struct.unpack("i", raw)[0]
+        return fd
+    except OSError:
+        return os.pidfd_open(pid)

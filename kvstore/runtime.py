@@ -1,0 +1,182 @@
+"""One store's core and memory, in one event loop: what the gRPC and the same-node side share.
+
+Nothing here is a thread's business but zeroing fresh slabs and hashing; the core is only ever
+called from the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from deepinfer.kvstore import hashing
+from deepinfer.kvstore.core.config import StoreConfig
+from deepinfer.kvstore.core.events import (
+    AbortPut,
+    Answer,
+    BeginGet,
+    BeginPut,
+    Call,
+    CallBody,
+    CallId,
+    Commit,
+    EndGet,
+    Event,
+    FinishPut,
+    GetGrant,
+    PutGrant,
+    PutId,
+    ReadId,
+    Reply,
+    Report,
+    Resolve,
+    RevokePut,
+    Tick,
+)
+from deepinfer.kvstore.core.ids import Incarnation, NodeId, StoreId
+from deepinfer.kvstore.core.manifest import Manifest
+from deepinfer.kvstore.core.messages import (
+    Release,
+    Reserve,
+    StoreReply,
+    StoreReport,
+    StoreStatus,
+)
+from deepinfer.kvstore.core.store import StoreCore
+from deepinfer.kvstore.host_pool import SLAB_BYTES, HostPool
+
+TICK_S = 0.05
+
+
+class StoreRuntime:
+    """Performs the core's effects. ``tick`` must run as long as it is used."""
+
+    def __init__(
+        self,
+        *,
+        store: StoreId,
+        incarnation: Incarnation,
+        node: NodeId,
+        budget_bytes: int,
+        page_bytes: int,
+        config: StoreConfig,
+        slab_bytes: int = SLAB_BYTES,
+        clock_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
+    ) -> None:
+        self.core = StoreCore(
+            store=store,
+            incarnation=incarnation,
+            node=node,
+            budget_bytes=budget_bytes,
+            page_bytes=page_bytes,
+            config=config,
+        )
+        self.pool = HostPool(
+            page_bytes=page_bytes,
+            slab_bytes=min(slab_bytes, budget_bytes),
+            name=f"kv-{store}"[:200],
+        )
+        self.on_report: Callable[[StoreReport], None] | None = None
+        """Hears of reports; they are lost while it is None."""
+        self._clock_ms = clock_ms
+        self._calls = 0
+        self._revoke: dict[PutId, Callable[[], None]] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvstore")
+
+    def close(self) -> None:
+        """Unmap everything. The callers see to it that no put or read is under way."""
+        self._threads.shutdown()
+        self.pool.close()
+
+    # ---- the core ----
+
+    def control(self, body: Reserve | Release | Commit | Resolve) -> StoreReply:
+        """A call without pages."""
+        reply = self._call(body)
+        assert isinstance(reply, StoreReply)
+        return reply
+
+    async def begin_put(self, body: BeginPut, on_revoke: Callable[[], None]) -> PutGrant:
+        """Grant pages that are mapped. ``on_revoke`` is called at most once, until the put ends."""
+        grant = self._call(body)
+        assert isinstance(grant, PutGrant)
+        if grant.put is None:
+            return grant
+        self._revoke[grant.put] = on_revoke
+        try:
+            await self._grow()
+        except BaseException as error:
+            self.abort_put(grant.put)
+            if isinstance(error, OSError):  # the node's memory is less than the budget says
+                return PutGrant(body.ticket, StoreStatus.OVER_BUDGET, None, ())
+            raise
+        return grant
+
+    def finish_put(
+        self, grant: PutGrant, manifest: Manifest, received_bytes: int, hash_ok: bool
+    ) -> StoreReply:
+        """The put's writer has stopped."""
+        assert grant.put is not None
+        self._revoke.pop(grant.put, None)
+        reply = self._call(FinishPut(grant.ticket, grant.put, received_bytes, hash_ok, manifest))
+        assert isinstance(reply, StoreReply)
+        return reply
+
+    def abort_put(self, put: PutId) -> None:
+        """The put's writer has stopped and is not to be believed."""
+        self._revoke.pop(put, None)
+        self.send(AbortPut(put))
+
+    def begin_get(self, body: BeginGet) -> GetGrant:
+        """Pin a payload's pages; ``end_get`` must follow an OK."""
+        grant = self._call(body)
+        assert isinstance(grant, GetGrant)
+        return grant
+
+    def end_get(self, read: ReadId) -> None:
+        """Unpin."""
+        self.send(EndGet(read))
+
+    def send(self, event: Event) -> Reply | None:
+        """Give the core an event, perform what it wants, return its answer if it was a call."""
+        answer: Reply | None = None
+        for effect in self.core.handle(event, self._clock_ms()):
+            match effect:
+                case Answer(_, reply):
+                    answer = reply
+                case RevokePut(put):
+                    revoke = self._revoke.pop(put, None)
+                    if revoke is not None:
+                        revoke()
+                case Report(report):
+                    if self.on_report is not None:
+                        self.on_report(report)
+        return answer
+
+    def _call(self, body: CallBody) -> Reply:
+        self._calls += 1
+        reply = self.send(Call(CallId(self._calls), body))
+        assert reply is not None, body
+        return reply
+
+    async def tick(self) -> None:
+        """Give the core the time until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.send(Tick())
+
+    # ---- the memory ----
+
+    async def verify(self, manifest: Manifest, pages: tuple[int, ...]) -> bool:
+        """Whether the pages hold what the manifest says, as this process sees them now."""
+        runs = list(self.pool.runs(pages))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, hashing.matches, manifest, runs)
+
+    async def _grow(self) -> None:
+        pages = self.core.pages_touched
+        if self.pool.pages_mapped < pages:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, self.pool.grow_to, pages)

@@ -1,0 +1,327 @@
+"""Both ways into and out of a store do the same: gRPC is the oracle of the same-node path."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+from kvstore_kit import (
+    PAGE,
+    TOKEN,
+    WRITER,
+    Store,
+    buffers,
+    draft,
+    keeping,
+    payload,
+    running_store,
+    ticket,
+)
+
+from deepinfer.kvstore.client import Path, StoreClient
+from deepinfer.kvstore.core.config import StoreConfig
+from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
+from deepinfer.kvstore.core.messages import StoreStatus as S
+
+PATHS: tuple[Path, Path] = ("memfd", "grpc")
+either_path = pytest.mark.parametrize("path", PATHS)
+
+
+async def swap_out(client: StoreClient, number: int, blocks: int, *, seed: int = 0) -> None:
+    """Reserve, put and commit, each with success."""
+    t = ticket(number)
+    assert (await client.reserve(t, (blocks + 2) * PAGE, epoch=1)).status is S.OK
+    put = await client.put(t, draft(t, blocks), payload(seed or number, blocks))
+    assert put.status is S.OK, put
+    assert (await client.commit(t)).status is S.OK
+
+
+@pytest.mark.parametrize("get_path", PATHS)
+@pytest.mark.parametrize("put_path", PATHS)
+def test_what_was_put_comes_back(put_path: Path, get_path: Path) -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            writer, reader = store.client(put_path), store.client(get_path)
+            for number, blocks in enumerate((1, 3, 23, 40), start=1):
+                await swap_out(writer, number, blocks)
+                kept: list[memoryview] = []
+                got = await reader.get(ticket(number), keeping(kept))
+                assert (got.status, got.path) == (S.OK, get_path)
+                assert got.payload_bytes == blocks * PAGE
+                assert kept == payload(number, blocks)
+                manifest = got.manifest
+                assert manifest is not None
+                expected = draft(ticket(number), blocks)
+                assert manifest.token_ids == expected.token_ids
+                assert manifest.payload_hash != 0
+                assert (await writer.release(ticket(number), epoch=1)).status is S.OK
+            await store.check_empty()
+
+    asyncio.run(main())
+
+
+def test_random_payloads_come_back_the_same_over_both_paths() -> None:
+    async def main() -> None:
+        rng = random.Random(2024)
+        async with running_store() as store:
+            clients = {path: store.client(path) for path in PATHS}
+            for number in range(1, 40):
+                blocks = rng.randint(1, 20)
+                await swap_out(clients[rng.choice(PATHS)], number, blocks)
+                seen = {}
+                for path, client in clients.items():
+                    kept: list[memoryview] = []
+                    got = await client.get(ticket(number), keeping(kept))
+                    seen[path] = (got.status, got.manifest, got.payload_bytes, kept)
+                assert seen["memfd"] == seen["grpc"]
+                assert seen["grpc"][0] is S.OK
+                await clients["grpc"].release(ticket(number), epoch=1)
+            await store.check_empty()
+
+    asyncio.run(main())
+
+
+@either_path
+def test_a_payload_may_be_written_by_a_function(path: Path) -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            client = store.client(path)
+            blocks = payload(5, 23)
+
+            def fill(first: int, buffer: memoryview) -> None:
+                for at in range(len(buffer) // PAGE):
+                    buffer[at * PAGE : (at + 1) * PAGE] = blocks[first + at]
+
+            t = ticket(1)
+            await client.reserve(t, 23 * PAGE, epoch=1)
+            assert (await client.put(t, draft(t, 23), fill)).status is S.OK
+            await client.commit(t)
+            kept: list[memoryview] = []
+            assert (await client.get(t, keeping(kept))).status is S.OK
+            assert kept == blocks
+
+    asyncio.run(main())
+
+
+# ---- refusals: the same status over either path, and nothing is left behind ----------------------
+
+Refusal = Callable[[Store, StoreClient], Awaitable[S]]
+
+
+async def without_reservation(_: Store, client: StoreClient) -> S:
+    return (await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status
+
+
+async def by_another_writer(store: Store, client: StoreClient) -> S:
+    other = WorkerRef(WorkerId("worker-1"), Incarnation(1))
+    await client.reserve(ticket(1), 4 * PAGE, epoch=1, writer=other)
+    return (await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status
+
+
+async def by_an_earlier_life(store: Store, client: StoreClient) -> S:
+    await client.reserve(ticket(1), 4 * PAGE, epoch=1)
+    later = WorkerRef(WRITER.worker, Incarnation(WRITER.incarnation + 1))
+    await client.reserve(ticket(2), 4 * PAGE, epoch=1, writer=later)
+    return (await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status
+
+
+async def sealed(_: Store, client: StoreClient) -> S:
+    await client.reserve(ticket(1), 4 * PAGE, epoch=1)
+    assert (await client.resolve(ticket(1))).status is S.SEALED
+    return (await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status
+
+
+async def larger_than_reserved(_: Store, client: StoreClient) -> S:
+    await client.reserve(ticket(1), 2 * PAGE - 1, epoch=1)
+    return (await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status
+
+
+async def blocks_of_another_size(_: Store, client: StoreClient) -> S:
+    await client.reserve(ticket(1), 4 * PAGE, epoch=1)
+    half = draft(ticket(1), 4, block_bytes=PAGE // 2)
+    return (await client.put(ticket(1), half, payload(1, 4, block_bytes=PAGE // 2))).status
+
+
+async def of_another_run(_: Store, client: StoreClient) -> S:
+    await client.reserve(ticket(1), 4 * PAGE, epoch=1)
+    return (await client.put(ticket(1), draft(ticket(2), 2), payload(1, 2))).status
+
+
+async def already_committed(_: Store, client: StoreClient) -> S:
+    await swap_out(client, 1, 2)
+    return (await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status
+
+
+async def read_of_nothing(_: Store, client: StoreClient) -> S:
+    return (await client.get(ticket(1), buffers)).status
+
+
+async def read_before_commit(_: Store, client: StoreClient) -> S:
+    await client.reserve(ticket(1), 4 * PAGE, epoch=1)
+    assert (await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status is S.OK
+    return (await client.get(ticket(1), buffers)).status
+
+
+async def read_refused_by_its_reader(_: Store, client: StoreClient) -> S:
+    await swap_out(client, 1, 2)
+    return (await client.get(ticket(1), lambda manifest: None)).status
+
+
+REFUSALS: list[tuple[Refusal, S]] = [
+    (without_reservation, S.UNKNOWN_TICKET),
+    (by_another_writer, S.NOT_YOURS),
+    (by_an_earlier_life, S.SEALED),
+    (sealed, S.SEALED),
+    (larger_than_reserved, S.BAD_PAYLOAD),
+    (blocks_of_another_size, S.BAD_PAYLOAD),
+    (of_another_run, S.BAD_PAYLOAD),
+    (already_committed, S.COMMITTED),
+    (read_of_nothing, S.UNKNOWN_TICKET),
+    (read_before_commit, S.UNKNOWN_TICKET),
+    (read_refused_by_its_reader, S.BAD_PAYLOAD),
+]
+
+
+@pytest.mark.parametrize(("refusal", "status"), REFUSALS, ids=[r.__name__ for r, _ in REFUSALS])
+@either_path
+def test_refused(path: Path, refusal: Refusal, status: S) -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            client = store.client(path)
+            assert await refusal(store, client) is status
+            for number in (1, 2):
+                await client.release(ticket(number), epoch=1)
+            await store.check_empty()
+
+    asyncio.run(main())
+
+
+def test_the_budget_counts_and_takes_back_what_a_payload_does_not_use() -> None:
+    async def main() -> None:
+        async with running_store(budget_bytes=10 * PAGE) as store:
+            client = store.client("auto")
+            assert (await client.reserve(ticket(1), 7 * PAGE, epoch=1)).status is S.OK
+            over = await client.reserve(ticket(2), 4 * PAGE, epoch=1)
+            assert over.status is S.OVER_BUDGET
+            assert (over.used_bytes, over.budget_bytes) == (7 * PAGE, 10 * PAGE)
+            await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))
+            assert (await client.commit(ticket(1))).used_bytes == 2 * PAGE
+            assert (await client.reserve(ticket(2), 8 * PAGE, epoch=1)).status is S.OK
+
+    asyncio.run(main())
+
+
+def test_an_old_controller_is_refused() -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            client = store.client("auto")
+            await client.reserve(ticket(1), PAGE, epoch=5)
+            assert (await client.reserve(ticket(2), PAGE, epoch=4)).status is S.STALE_EPOCH
+            assert (await client.release(ticket(1), epoch=4)).status is S.STALE_EPOCH
+            assert (await client.release(ticket(1), epoch=5)).status is S.OK
+
+    asyncio.run(main())
+
+
+@either_path
+def test_a_reader_that_is_slow_keeps_its_pages(path: Path) -> None:
+    """The payload is released and its room wanted while it is being read."""
+
+    async def main() -> None:
+        async with running_store(budget_bytes=4 * PAGE) as store:
+            client = store.client(path)
+            await swap_out(client, 1, 2)
+            kept: list[memoryview] = []
+            entered = asyncio.Event()
+            go_on = asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            # Hold the read where it has its pages and has copied nothing: in the executor.
+            hold = loop.create_future()
+
+            def into(manifest: object) -> list[memoryview]:
+                kept[:] = buffers(draft(ticket(1), 2))
+                entered.set()
+                return kept
+
+            import threading
+
+            gate = threading.Event()
+            blockers = [client._executor.submit(gate.wait) for _ in range(2)]
+            read = asyncio.create_task(client.get(ticket(1), into))
+            await entered.wait()
+            other = store.client("grpc")
+            assert (await other.release(ticket(1), epoch=1)).status is S.OK
+            numbers = await store.numbers()
+            if path == "memfd":
+                assert numbers["used_bytes"] == 2 * PAGE
+                assert (await other.reserve(ticket(2), 3 * PAGE, epoch=1)).status is S.OVER_BUDGET
+            gate.set()
+            del hold, go_on
+            got = await read
+            assert got.status is S.OK
+            assert kept == payload(1, 2)
+            for blocker in blockers:
+                blocker.result()
+            await asyncio.sleep(0.05)
+            await store.check_empty()
+
+    asyncio.run(main())
+
+
+def test_a_large_payload_passes_both_ways() -> None:
+    """64 MB: many times a message's limit."""
+
+    async def main() -> None:
+        block = 1 << 20
+        async with running_store(
+            budget_bytes=64 << 20, page_bytes=block, slab_bytes=32 << 20
+        ) as store:
+            blocks = [memoryview(random.Random(9).randbytes(block))] * 64
+            for number, path in enumerate(PATHS):
+                client = store.client(path)
+                t = ticket(number)
+                assert (await client.reserve(t, 64 << 20, epoch=1)).status is S.OK
+                put = await client.put(t, draft(t, 64, block_bytes=block), blocks)
+                assert (put.status, put.path) == (S.OK, path)
+                assert (await client.commit(t)).status is S.OK
+                kept: list[memoryview] = []
+                got = await client.get(t, keeping(kept))
+                assert (got.status, got.payload_bytes) == (S.OK, 64 << 20)
+                assert kept == blocks
+                await client.release(t, epoch=1)
+
+    asyncio.run(main())
+
+
+def test_reservations_expire() -> None:
+    async def main() -> None:
+        async with running_store(config=StoreConfig(reservation_ms=100)) as store:
+            client = store.client("auto")
+            await client.reserve(ticket(1), PAGE, epoch=1)
+            await asyncio.sleep(0.3)
+            await store.check_empty()
+            put = await client.put(ticket(1), draft(ticket(1), 1), payload(1, 1))
+            assert put.status is S.SEALED
+
+    asyncio.run(main())
+
+
+def test_without_the_token_nothing_is_done() -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            for token in ("", "another token", TOKEN[:-1]):
+                client = store.client("grpc", token=token)
+                refused = await client.reserve(ticket(1), PAGE, epoch=1)
+                assert refused.status is S.UNREACHABLE
+                assert refused.detail.startswith("UNAUTHENTICATED")
+                put = await client.put(ticket(1), draft(ticket(1), 1), payload(1, 1))
+                assert put.detail.startswith("UNAUTHENTICATED")
+                got = await client.get(ticket(1), buffers)
+                assert got.detail.startswith("UNAUTHENTICATED")
+                assert await client.stats() is None
+            await store.check_empty()
+
+    asyncio.run(main())
