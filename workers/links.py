@@ -222,7 +222,7 @@ class ReportLink:
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                     await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
                     await self._talk(channel, backoff)
-            except (grpc.aio.AioRpcError, TimeoutError, LookupError) as error:
+            except (grpc.aio.AioRpcError, TimeoutError, LookupError, OSError) as error:
                 log.info("controller: %s", _brief(error))
             await backoff.pause()
 

@@ -106,6 +106,7 @@ class WorkerShell:
         self._reports: Reports | None = None
         self._swapper: Swapper | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._stopped = False
         self._performers: dict[type, Callable[..., None]] = {
             RunStep: lambda effect: self._engine.submit(effect.plan),
             ForgetSeq: lambda effect: None,  # Nothing here outlives a step.
@@ -130,7 +131,9 @@ class WorkerShell:
         self._ticking = self._loop.create_task(self._tick())
 
     def feed(self, event: WorkerEvent) -> None:
-        """Let the core hear something, on the loop's thread."""
+        """Let the core hear something, on the loop's thread; after ``stop`` it hears nothing."""
+        if self._stopped:
+            return
         for effect in self.core.handle(event, self._clock_ms()):
             self._perform(effect)
 
@@ -156,6 +159,7 @@ class WorkerShell:
 
     async def stop(self) -> None:
         """Close the links and end the engine's thread after its step."""
+        self._stopped = True
         if self._ticking is not None:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):

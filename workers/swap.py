@@ -1,0 +1,301 @@
+"""Moves payloads between the pool and the stores, while other requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from deepinfer.kvstore.client import Path, StoreClient
+from deepinfer.kvstore.core.ids import Run, StoreId, Ticket, WorkerRef
+from deepinfer.kvstore.core.manifest import Manifest
+from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.workers.core.events import (
+    AbortPut,
+    CancelFetch,
+    Commit,
+    CommitReply,
+    FetchDone,
+    FetchPayload,
+    PutDone,
+    PutPayload,
+    Resolve,
+    ResolveReply,
+    StoreGone,
+    WorkerEvent,
+)
+from deepinfer.workers.failpoints import Failpoints
+from deepinfer.workers.pool import PagedPool
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvIdentity:
+    """What a payload must share with a pool to be of use there."""
+
+    model: str
+    """Fingerprint of config and weights."""
+    precision: str = "fp16"
+    """The mode that the weights compute in."""
+
+    def draft(self, pool: PagedPool, effect: PutPayload) -> Manifest:
+        """Describe the payload of a put; hashes are filled in by whoever copies it."""
+        layout = pool.layout
+        return Manifest.draft(
+            dtype=layout.dtype.name,
+            layout=layout.fingerprint(),
+            block_bytes=layout.block_bytes,
+            blocks=len(effect.block_ids),
+            token_ids=effect.token_ids,
+            state=effect.state,
+            precision=self.precision,
+            model=self.model,
+            run=effect.run,
+        )
+
+    def refusal(self, pool: PagedPool, manifest: Manifest, effect: FetchPayload) -> str | None:
+        """Say why a payload is of no use to this fetch; None if it is."""
+        layout = pool.layout
+        pairs = {
+            "dtype": (manifest.dtype, layout.dtype.name),
+            "encoding": (manifest.encoding, "native"),
+            "layout": (manifest.layout, layout.fingerprint()),
+            "block_bytes": (manifest.block_bytes, layout.block_bytes),
+            "precision": (manifest.precision, self.precision),
+            "model": (manifest.model, self.model),
+            "run": (manifest.run, effect.ticket.run),
+            "blocks": (manifest.blocks, layout.blocks_for(manifest.tokens)),
+        }
+        for name, (found, wanted) in pairs.items():
+            if found != wanted:
+                return f"manifest.{name} = {found!r}, here it must be {wanted!r}"
+        if manifest.blocks > len(effect.block_ids):
+            return f"{manifest.blocks} blocks, room for {len(effect.block_ids)}"
+        return None
+
+
+class StoreSwapper:
+    """Puts, fetches and the calls around them, each in a task; one client a store.
+
+    The pool's bytes are copied in the client's threads. ``PutDone`` and ``FetchDone`` are fed when
+    no thread touches the blocks any more, whatever happened. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        ref: WorkerRef,
+        pool: PagedPool,
+        identity: KvIdentity,
+        feed: Callable[[WorkerEvent], None],
+        *,
+        token: str,
+        path: Path = "auto",
+        failpoints: Failpoints | None = None,
+    ) -> None:
+        self._ref = ref
+        self._pool = pool
+        self._identity = identity
+        self._feed = feed
+        self._token = token
+        self._path: Path = path
+        self._failpoints = failpoints or Failpoints()
+        self._addresses: dict[StoreId, str] = {}
+        self._clients: dict[StoreId, StoreClient] = {}
+        self._puts: dict[Ticket, asyncio.Task[PutDone]] = {}
+        self._fetches: dict[tuple[Ticket, Run], asyncio.Task[FetchDone]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def learn(self, addresses: Mapping[StoreId, str]) -> None:
+        """Take addresses from an order; a store at another address is another life of it."""
+        for store, address in addresses.items():
+            if self._addresses.get(store, address) != address:
+                old = self._clients.pop(store, None)
+                if old is not None:
+                    self._keep(asyncio.ensure_future(old.close()))
+                    self._feed(StoreGone(store))
+            self._addresses[store] = address
+
+    def put(self, effect: PutPayload) -> None:
+        task = self._keep(asyncio.ensure_future(self._put(effect)))
+        self._puts[effect.ticket] = task
+        # Not in the task: one that is cancelled before it has begun would never say so.
+        task.add_done_callback(lambda ended: self._put_ended(effect, ended))
+
+    def abort_put(self, effect: AbortPut) -> None:
+        task = self._puts.get(effect.ticket)
+        if task is not None:
+            task.cancel()
+
+    def commit(self, effect: Commit) -> None:
+        self._keep(asyncio.ensure_future(self._commit(effect)))
+
+    def resolve(self, effect: Resolve) -> None:
+        self._keep(asyncio.ensure_future(self._resolve(effect)))
+
+    def fetch(self, effect: FetchPayload) -> None:
+        task = self._keep(asyncio.ensure_future(self._fetch(effect)))
+        self._fetches[effect.ticket, effect.run] = task
+        task.add_done_callback(lambda ended: self._fetch_ended(effect, ended))
+
+    def cancel_fetch(self, effect: CancelFetch) -> None:
+        task = self._fetches.get((effect.ticket, effect.run))
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Stop every copy, wait until none runs, and hang up."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
+    # ---- out -------------------------------------------------------------------------------
+
+    async def _put(self, effect: PutPayload) -> PutDone:
+        client = self._client(effect.store)
+        if client is None:
+            return PutDone(effect.ticket, False, 0, 0, f"no address of store {effect.store}")
+        result = await client.put(
+            effect.ticket,
+            self._identity.draft(self._pool, effect),
+            self._filler(effect.block_ids),
+        )
+        good = result.status is StoreStatus.OK
+        detail = "" if good else f"{result.status.value}: {result.detail}"
+        return PutDone(effect.ticket, good, result.payload_bytes, result.copy_us, detail)
+
+    def _put_ended(self, effect: PutPayload, task: asyncio.Task[PutDone]) -> None:
+        self._puts.pop(effect.ticket, None)
+        if task.cancelled():
+            done = PutDone(effect.ticket, False, 0, 0, "aborted")
+        elif (error := task.exception()) is not None:
+            log.error("put of %s", effect.ticket, exc_info=error)
+            done = PutDone(effect.ticket, False, 0, 0, str(error))
+        else:
+            done = task.result()
+        if not done.ok:
+            log.info("put of %s failed: %s", effect.ticket, done.detail)
+        self._feed(done)
+
+    def _filler(self, block_ids: Sequence[int]) -> Callable[[int, memoryview], None]:
+        block_bytes = self._pool.layout.block_bytes
+
+        def fill(first: int, buffer: memoryview) -> None:
+            count = len(buffer) // block_bytes
+            self._pool.copy_out(block_ids[first : first + count], buffer)
+            self._failpoints.hit("mid_copy")
+
+        return fill
+
+    async def _commit(self, effect: Commit) -> None:
+        client = self._client(effect.store)
+        status = StoreStatus.UNREACHABLE
+        if client is not None:
+            self._failpoints.hit("before_commit")
+            status = (await client.commit(effect.ticket)).status
+            if status is StoreStatus.OK:
+                self._failpoints.hit("after_commit_before_free")
+        self._feed(CommitReply(effect.ticket, status))
+
+    async def _resolve(self, effect: Resolve) -> None:
+        client = self._client(effect.store)
+        status = StoreStatus.UNREACHABLE
+        if client is not None:
+            status = (await client.resolve(effect.ticket)).status
+        self._feed(ResolveReply(effect.ticket, status))
+
+    # ---- in --------------------------------------------------------------------------------
+
+    async def _fetch(self, effect: FetchPayload) -> FetchDone:
+        client = self._client(effect.store)
+        if client is None:
+            return _unfetched(effect, StoreStatus.UNREACHABLE, f"no address of {effect.store}")
+        done = await self._copy_in(client, effect)
+        if done.status is StoreStatus.OK:
+            self._failpoints.hit("after_fetch_before_report")
+        return done
+
+    def _fetch_ended(self, effect: FetchPayload, task: asyncio.Task[FetchDone]) -> None:
+        self._fetches.pop((effect.ticket, effect.run), None)
+        if task.cancelled():
+            done = _unfetched(effect, StoreStatus.UNREACHABLE, "cancelled")
+        elif (error := task.exception()) is not None:
+            log.error("fetch of %s", effect.ticket, exc_info=error)
+            done = _unfetched(effect, StoreStatus.UNREACHABLE, str(error))
+        else:
+            done = task.result()
+        if done.status is not StoreStatus.OK:
+            log.info("fetch of %s: %s: %s", effect.ticket, done.status.value, done.detail)
+        self._feed(done)
+
+    async def _copy_in(self, client: StoreClient, effect: FetchPayload) -> FetchDone:
+        """Fetch into host memory, verify there, and only then write into the pool."""
+        staged = bytearray()
+        refused = ""
+
+        def into(manifest: Manifest) -> Sequence[memoryview] | None:
+            nonlocal staged, refused
+            refused = self._identity.refusal(self._pool, manifest, effect) or ""
+            if refused:
+                return None
+            staged = bytearray(manifest.payload_bytes)
+            return [memoryview(staged)]
+
+        result = await client.get(effect.ticket, into)
+        if result.status is not StoreStatus.OK or result.manifest is None:
+            return _unfetched(effect, result.status, refused or result.detail)
+        manifest = result.manifest
+        self._failpoints.hit("mid_fetch")
+        blocks = effect.block_ids[: manifest.blocks]
+        await to_thread_whole(lambda: self._pool.copy_in(blocks, staged))
+        return FetchDone(
+            effect.ticket,
+            effect.run,
+            StoreStatus.OK,
+            manifest.token_ids,
+            manifest.blocks,
+            result.copy_us,
+            result.payload_bytes,
+        )
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def _client(self, store: StoreId) -> StoreClient | None:
+        address = self._addresses.get(store)
+        if address is None:
+            return None
+        client = self._clients.get(store)
+        if client is None:
+            client = StoreClient(address, self._ref, token=self._token, path=self._path)
+            self._clients[store] = client
+        return client
+
+    def _keep(self, task: asyncio.Task[_T]) -> asyncio.Task[_T]:
+        """Hold a reference until the task ends: the loop itself does not."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _unfetched(effect: FetchPayload, status: StoreStatus, detail: str) -> FetchDone:
+    return FetchDone(effect.ticket, effect.run, status, (), 0, 0, detail=detail)
+
+
+async def to_thread_whole(work: Callable[[], _T]) -> _T:
+    """Run ``work`` in a thread and do not leave before it has ended, even when cancelled."""
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        raise
