@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import grpc
 
@@ -16,8 +17,12 @@ from deepinfer.proto import control_pb2, control_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+ReportCall: TypeAlias = (
+    "grpc.aio.StreamStreamCall[control_pb2.GatewayReport, control_pb2.ReportReply]"
+)
 RETRY_S = 0.2
 CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -54,31 +59,35 @@ class Reporter:
 
     async def run(self) -> None:
         """Report until cancelled."""
-        while True:
+        this = asyncio.current_task()
+        # gRPC swallows a cancellation that meets the end of a call: the count remembers it.
+        while this is None or not this.cancelling():
             try:
-                controller = await self._find_controller()
-                await self._report_to(controller)
+                await self._report_to(await self._find_controller())
             except (grpc.aio.AioRpcError, OSError, RuntimeError, LookupError) as error:
                 log.info("no report stream to the controller: %s", _brief(error))
             await asyncio.sleep(RETRY_S)
+        raise asyncio.CancelledError
 
     async def _report_to(self, controller: str) -> None:
         reports: asyncio.Queue[GatewayReport] = asyncio.Queue()
-
-        async def written() -> AsyncIterator[control_pb2.GatewayReport]:
-            while True:
-                report = await reports.get()
-                yield wire.report_to(report, self._address, self._shell.core.counters)
-
         async with grpc.aio.insecure_channel(controller, options=CHANNEL_OPTIONS) as channel:
-            stub = control_pb2_grpc.ControlStub(channel)
+            call = control_pb2_grpc.ControlStub(channel).GatewayReports(metadata=self._metadata)
+            writer = asyncio.create_task(self._write(reports, call))
             try:
-                call = stub.GatewayReports(written(), metadata=self._metadata)
                 self._shell.report_to(reports.put_nowait)
                 async for reply in call:
                     self._shell.tell(ReportAnswered(wire.reply_from(reply)))
             finally:
                 self._shell.report_to(None)
+                writer.cancel()
+                call.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, reports: asyncio.Queue[GatewayReport], call: ReportCall) -> None:
+        while True:
+            report = await reports.get()
+            await call.write(wire.report_to(report, self._address, self._shell.core.counters))
 
 
 def _brief(error: Exception) -> str:
