@@ -19,6 +19,8 @@ class Line:
         self._heaps: dict[int, tuple[list[Place], list[Place], list[Place]]] = {}
         self._members: dict[Seq, Sequence] = {}
         self.unfit: dict[Seq, Sequence] = {}
+        self.moved = False
+        """Someone has come or gone since this was last cleared."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -27,6 +29,7 @@ class Line:
         """Put a sequence in line; ``capacity`` is its class, None if there is no such class."""
         assert sequence.queued is None, f"{sequence.seq} is in line already"
         sequence.queued = place
+        self.moved = True
         sequence.queue_capacity = capacity
         self._members[sequence.seq] = sequence
         if capacity is None:
@@ -40,6 +43,7 @@ class Line:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of line, if it stands in it."""
         if sequence.queued is not None:
+            self.moved = True
             sequence.queued = None
             del self._members[sequence.seq]
             self.unfit.pop(sequence.seq, None)

@@ -12,10 +12,13 @@ from deepinfer.kvstore.core.states import State
 
 def place_all(world: World) -> None:
     """Place whoever fits now, and begin to make room for newcomers who do not."""
-    if world.line_generation != world.pools.generation:
+    line, pools = world.line, world.pools
+    pools.refresh()
+    if world.line_generation != pools.generation:
         _line_up_anew(world)
-    if not world.ready or not len(world.line):
+    if not world.ready or not len(line) or not (line.moved or pools.roomier):
         return
+    line.moved = pools.roomier = False
     while _place_one(world):
         pass
     if world.config.cpu_offload:

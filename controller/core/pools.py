@@ -26,12 +26,14 @@ class Worker:
     __slots__ = ("alive", "block_bytes", "block_size", "blocks_free", "blocks_short",
                  "blocks_total", "cold", "deaf_until_ms", "draining", "earmarks", "full_blocks",
                  "held", "id", "jobs", "link", "node", "open_posted", "ordered_drain",
-                 "pending", "residents", "room_posted", "room_tried", "silent", "stalled",
+                 "pending", "ref", "residents", "room_posted", "room_tried", "silent", "stalled",
                  "usage", "watch_ms")  # fmt: skip
 
     def __init__(self, worker: WorkerId) -> None:
         self.id = worker
         self.link = Link()
+        self.ref = WorkerRef(worker, self.link.incarnation)
+        """This life's name."""
         self.alive = False
         self.silent = False
         """Suspected: nothing new is placed there."""
@@ -65,10 +67,6 @@ class Worker:
         self.watch_ms: int | None = None
         self.open_posted: int | None = None
         self.room_posted: int | None = None
-
-    @property
-    def ref(self) -> WorkerRef:
-        return WorkerRef(self.id, self.link.incarnation)
 
     @property
     def capacity_tokens(self) -> int:
@@ -112,6 +110,8 @@ class Worker:
 
     def learn(self, report: WorkerReport) -> None:
         """Take over the report's numbers (not its residents)."""
+        if report.incarnation != self.ref.incarnation:
+            self.ref = WorkerRef(self.id, report.incarnation)
         self.node = report.node
         self.block_size = report.block_size
         self.block_bytes = report.block_bytes
@@ -140,6 +140,7 @@ class Worker:
         self.full_blocks.clear()
 
     def check(self) -> None:
+        assert not self.alive or self.ref.incarnation == self.link.incarnation, self.id
         assert all(blocks >= 0 for blocks in self.pending.values()), self.id
         assert len(self.earmarks) <= 1, f"{self.id}: room is made for one newcomer at a time"
         assert self.alive or not (self.residents or self.pending or self.jobs), self.id
@@ -167,6 +168,9 @@ class Pools:
         """Sorted capacities (tokens) that a worker has, dead ones too while they may come back."""
         self.generation = 0
         """Counts changes of ``capacities``."""
+        self.roomier = False
+        """Some worker has more room, or room could be made there, since this was last cleared."""
+        self._stale: dict[WorkerId, Worker] = {}
         self._classes: dict[int, _Class] = {}
         self._class_of: dict[WorkerId, int] = {}
         self._growth_reserve = growth_reserve
@@ -182,17 +186,28 @@ class Pools:
     def of(self, ref: WorkerRef) -> Worker | None:
         """The record of this very life, if it is alive."""
         found = self.workers.get(ref.worker)
-        if found is None or not found.alive or found.link.incarnation != ref.incarnation:
+        if found is None or not found.alive or found.ref != ref:
             return None
         return found
 
     def forget(self, worker: WorkerId) -> None:
         """The worker has left for good; its capacity no longer counts."""
         self._leave_class(worker)
+        self._stale.pop(worker, None)
         del self.workers[worker]
 
     def touch(self, worker: Worker) -> None:
-        """Bring the index up to date after anything about the worker has changed."""
+        """Note that something about the worker has changed."""
+        self._stale[worker.id] = worker
+
+    def refresh(self) -> None:
+        """Bring the index up to date; whoever reads it calls this first."""
+        if self._stale:
+            for worker in self._stale.values():
+                self._index(worker)
+            self._stale.clear()
+
+    def _index(self, worker: Worker) -> None:
         capacity = worker.capacity_tokens
         if capacity <= 0:
             return
@@ -205,8 +220,10 @@ class Pools:
             blocks = worker.open_blocks(self._growth_reserve, self._reserve_full)
             tokens = blocks * worker.block_size
         if tokens != worker.open_posted:
-            worker.open_posted = tokens
+            before, worker.open_posted = worker.open_posted, tokens
             if tokens is not None:
+                if before is None or tokens > before:
+                    self.roomier = True
                 _push(members.open, (-tokens, worker.id), members.workers, "open_posted")
         in_hand = worker.cold or worker.earmarks or worker.jobs or worker.pending
         if in_hand or worker.room_tried or not worker.residents:
@@ -214,14 +231,17 @@ class Pools:
         if tokens != worker.room_posted:
             worker.room_posted = tokens
             if tokens is not None:
+                self.roomier = True
                 _push(members.room, (-tokens, worker.id), members.workers, "room_posted")
 
     def index_for(self, tokens: int) -> int:
         """Index of the smallest class that holds ``tokens``; ``len(capacities)`` if none does."""
+        self.refresh()
         return bisect_left(self.capacities, tokens)
 
     def roomiest(self, low: int, high: int) -> Worker | None:
         """Of the classes in [low, high), the worker with the most room to place into."""
+        self.refresh()
         best: tuple[int, WorkerId] | None = None
         for capacity in self.capacities[low:high]:
             members = self._classes[capacity]
@@ -236,6 +256,7 @@ class Pools:
 
     def clearable(self, low: int, high: int) -> Worker | None:
         """Of the classes in [low, high), the worker where making room is likely to take least."""
+        self.refresh()
         best: tuple[int, WorkerId] | None = None
         for capacity in self.capacities[low:high]:
             members = self._classes[capacity]
@@ -250,9 +271,10 @@ class Pools:
 
     def largest(self) -> Worker | None:
         """A worker of the largest capacity, alive or expected back."""
+        self.refresh()
         if not self.capacities:
             return None
-        return min(self._classes[self.capacities[-1]].workers.values(), key=lambda w: w.id)
+        return next(iter(self._classes[self.capacities[-1]].workers.values()))
 
     def _enter_class(self, worker: Worker, capacity: int) -> None:
         if capacity not in self._classes:
@@ -275,6 +297,7 @@ class Pools:
             self.generation += 1
 
     def check(self) -> None:
+        self.refresh()
         assert self.capacities == sorted(self._classes)
         for worker in self.workers.values():
             worker.check()

@@ -37,8 +37,10 @@ def settle(world: World, sequence: Sequence) -> None:
         if sequence.forgettable:
             world.forget(sequence)
         return
-    _cancel_strays(world, sequence)
-    _release_tickets(world, sequence)
+    if sequence.residents:
+        _cancel_strays(world, sequence)
+    if sequence.tickets:
+        _release_tickets(world, sequence)
 
 
 def _choose_owner(world: World, sequence: Sequence) -> None:
@@ -47,15 +49,19 @@ def _choose_owner(world: World, sequence: Sequence) -> None:
     if not claims:
         sequence.owner = sequence.level = None
         return
+    if len(claims) == 1:
+        ((owner, level),) = claims.items()
+        sequence.owner, sequence.level = owner, level
+        if sequence.rejected is not None:
+            world.gateways[owner].reject[sequence.seq] = sequence.rejected
+        return
     old = sequence.owner
     owner = max(claims, key=lambda g: (claims[g].claim, g == old, g))
     sequence.owner, sequence.level = owner, claims[owner]
     highest = claims[owner].claim
-    if len(claims) > 1:
-        for gateway_id in claims:
-            gateway = world.gateways[gateway_id]
-            if claims[gateway_id].claim < highest:
-                gateway.disown[sequence.seq] = Disown(sequence.seq, highest)
+    for gateway_id, level in claims.items():
+        if level.claim < highest:
+            world.gateways[gateway_id].disown[sequence.seq] = Disown(sequence.seq, highest)
     if sequence.rejected is not None:
         world.gateways[owner].reject[sequence.seq] = sequence.rejected
 

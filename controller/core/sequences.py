@@ -229,29 +229,28 @@ class Sequence:
         assert (self.owner is None) == (self.level is None) == (not self.claims), self.seq
 
 
-def _routes() -> dict[tuple[State, State], tuple[State, ...]]:
-    routes: dict[tuple[State, State], tuple[State, ...]] = {}
+def _reachable() -> dict[State, frozenset[State]]:
+    found: dict[State, frozenset[State]] = {}
     for start in State:
-        routes[start, start] = ()
+        seen = {start}
         line = deque([start])
         while line:
             here = line.popleft()
             for step in State:
-                if step in NEXT[here] and (start, step) not in routes:
-                    routes[start, step] = (*routes[start, here], step)
+                if step in NEXT[here] and step not in seen:
+                    seen.add(step)
                     line.append(step)
-    return routes
+        found[start] = frozenset(seen)
+    return found
 
 
-_ROUTES: Final = _routes()
+_REACHABLE: Final = _reachable()
 
 
 def walk(name: object, old: State, new: State) -> State:
-    """Move to ``new`` by the shortest legal way.
+    """Move to ``new`` in legal steps.
 
-    Levels show where a sequence is, not each step it took: what happened between two reports was
-    not seen. Raises ``IllegalMoveError`` when there is no way, as from an end.
+    Levels show where a sequence is, not each step it took: those between two reports were not
+    seen. Raises ``IllegalMoveError`` when there is no legal way, as from an end.
     """
-    for step in _ROUTES.get((old, new), (new,)):
-        old = move(name, old, step)
-    return old
+    return new if new in _REACHABLE[old] else move(name, old, new)

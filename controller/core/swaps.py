@@ -10,7 +10,7 @@ The steps of one swap-out::
 from __future__ import annotations
 
 from deepinfer.controller.core.pools import Worker, blocks_for
-from deepinfer.controller.core.sequences import RUNNING, Resend, Sequence, SwapJob
+from deepinfer.controller.core.sequences import Resend, Sequence, SwapJob
 from deepinfer.controller.core.victims import POLICIES, Candidate, choose
 from deepinfer.controller.core.world import World
 from deepinfer.kvstore.core.ids import StoreId, Ticket
@@ -34,18 +34,18 @@ def can_swap(world: World, worker: Worker) -> bool:
     return store is not None and world.now_ms >= store.blocked_until_ms
 
 
-def movable(world: World, worker: Worker, sequence: Sequence) -> bool:
+def movable(worker: Worker, sequence: Sequence) -> bool:
     """Whether the sequence's current run is on this worker, with nothing else in hand."""
     place = sequence.place
     level = sequence.residents.get(worker.id)
     return (
         place is not None
+        and level is not None
+        and level.run == place.run
         and place.confirmed
         and not place.withdrawn
         and place.worker == worker.ref
-        and level is not None
-        and level.run == place.run
-        and level.state in RUNNING
+        and (level.state is State.DECODE or level.state is State.PREFILL)
         and sequence.swap is None
         and sequence.preempt is None
         and sequence.live
@@ -55,28 +55,23 @@ def movable(world: World, worker: Worker, sequence: Sequence) -> bool:
 def candidates(world: World, worker: Worker) -> list[Candidate]:
     """Residents whose KV could leave the worker, from its last report."""
     found = []
-    for usage in worker.usage:
-        sequence = world.sequences.get(usage.seq)
-        if sequence is None or usage.tokens <= 0 or not movable(world, worker, sequence):
+    sequences = world.sequences
+    residency = world.config.min_residency_tokens
+    ref = worker.ref
+    for seq, private_blocks, tokens, last_step, advanced in worker.usage:
+        sequence = sequences.get(seq)
+        if sequence is None or tokens <= 0:
             continue
         place, level = sequence.place, sequence.level
-        assert place is not None
-        assert level is not None
-        gain = usage.private_blocks
-        if world.reserve_full:
-            gain = worker.full_blocks.get(usage.seq, gain)
-        if gain <= 0:
+        if place is None or level is None or place.worker != ref:
             continue
-        found.append(
-            Candidate(
-                seq=usage.seq,
-                arrival_ms=level.arrival_ms,
-                last_step=usage.last_step,
-                gain_blocks=gain,
-                copy_blocks=blocks_for(usage.tokens, worker.block_size),
-                protected=place.protected and usage.advanced < world.config.min_residency_tokens,
-            )
-        )
+        if not movable(worker, sequence):
+            continue
+        gain = worker.full_blocks.get(seq, 0) if world.reserve_full else private_blocks
+        if gain > 0:
+            copy = blocks_for(tokens, worker.block_size)
+            protected = place.protected and advanced < residency
+            found.append(Candidate(seq, level.arrival_ms, last_step, gain, copy, protected))
     return found
 
 
@@ -298,5 +293,5 @@ def drain(world: World, worker: Worker) -> None:
         if candidate is not None and world.config.cpu_offload:
             if can_swap(world, worker):
                 begin(world, worker, sequence, candidate.gain_blocks)
-        elif elsewhere and movable(world, worker, sequence):
+        elif elsewhere and movable(worker, sequence):
             preempt(world, worker, sequence, candidate.gain_blocks if candidate else 0)

@@ -10,7 +10,7 @@ from deepinfer.controller.core.events import CallStore, Effect, Members, SendOrd
 from deepinfer.controller.core.line import Line
 from deepinfer.controller.core.peers import Gateway, Store
 from deepinfer.controller.core.pools import Pools, Worker, blocks_for
-from deepinfer.controller.core.sequences import COLD, ENDED, Place, Rank, Sequence, walk
+from deepinfer.controller.core.sequences import ENDED, Place, Rank, Sequence, walk
 from deepinfer.kvstore.core.ids import (
     GatewayId,
     Incarnation,
@@ -180,11 +180,13 @@ class World:
 
     def swapped(self) -> int:
         """Sequences that ``max_swapped_requests`` counts."""
-        count = self.reserving
-        for state in State:
-            if state in COLD:
-                count += self.states[state]
-        return count
+        states = self.states
+        return (
+            self.reserving
+            + states[State.SWAPPING_OUT]
+            + states[State.SWAPPED]
+            + states[State.SWAPPING_IN]
+        )
 
     # ---- orders and calls ------------------------------------------------------------------
 

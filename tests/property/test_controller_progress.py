@@ -6,12 +6,12 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.controller_cluster import BLOCK_SIZE, Cluster, FakeWorker
 
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.events import Drain, SendOrder
 from deepinfer.kvstore.core.ids import Run, Seq, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import Admit, Cancel, SwapIn, WorkerReport
+from support.controller_cluster import BLOCK_SIZE, Cluster, FakeWorker
 
 
 class Ledger:

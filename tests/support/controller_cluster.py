@@ -363,7 +363,7 @@ class FakeGateway:
     """Lists its requests; drops those that finish."""
 
     id: GatewayId
-    incarnation: Incarnation = Incarnation(1)
+    incarnation: Incarnation = field(default=Incarnation(1))
     requests: dict[Seq, FakeRequest] = field(default_factory=dict)
     finished: list[Seq] = field(default_factory=list)
     rejected: dict[Seq, tuple[int, int]] = field(default_factory=dict)
