@@ -32,7 +32,13 @@ from deepinfer.client.core.events import (
     Wait,
 )
 from deepinfer.client.core.resume import ClientConfig, ClientCore
-from deepinfer.client.errors import ClientClosed, DeadlineExceeded, DeepInferError, ProtocolError
+from deepinfer.client.errors import (
+    Aborted,
+    ClientClosed,
+    DeadlineExceeded,
+    DeepInferError,
+    ProtocolError,
+)
 from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
 from deepinfer.proto import inference_pb2
@@ -129,14 +135,15 @@ class Driver:
             async with asyncio.timeout(ABORT_PATIENCE_S):
                 await self._over.wait()
         except TimeoutError:
-            self._finish(None)
+            self._finish(Aborted("aborted; no gateway could be told", request_id=self.request_id))
         tasks = list(self._calls.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while not self._events.empty():
-            self._events.get_nowait()
-        self._events.put_nowait(None)
+        waiting = [self._events.get_nowait() for _ in range(self._events.qsize())]
+        for event in waiting:
+            if event is None or isinstance(event, DeepInferError):
+                self._events.put_nowait(event)
 
     # ---- the core --------------------------------------------------------------------------
 

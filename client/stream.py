@@ -53,7 +53,10 @@ class AsyncStream:
         return self._driver.request_id
 
     async def aclose(self) -> None:
-        """Abort the request unless it has ended, and wait (for a while) until a gateway knows."""
+        """Abort the request unless it has ended, and wait (for a while) until a gateway knows.
+
+        Whoever iterates, now or later, gets ``Aborted``.
+        """
         await self._driver.close()
 
     async def __aenter__(self) -> Self:

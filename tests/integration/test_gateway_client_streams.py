@@ -236,7 +236,7 @@ def test_bad_prompts(live: Live) -> None:
                 (b"x", "prompt"),
             ):
                 with pytest.raises(InvalidRequest, match=words):
-                    await client.generate(prompt)  # type: ignore[arg-type]  # on purpose
+                    await client.generate(prompt)
             with pytest.raises(ModelNotFound, match="'bytes' is"):
                 await client.generate("x", model="another")
 

@@ -22,7 +22,7 @@ from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.reporting import Reporter
 from deepinfer.gateway.service import StatusUnavailableError, build_server
 from deepinfer.gateway.shell import Shell
-from deepinfer.kvstore.core.ids import GatewayId, Incarnation, Run, Seq
+from deepinfer.kvstore.core.ids import GatewayId, Incarnation, RequestId, Run, Seq
 from deepinfer.proto import (
     control_pb2,
     control_pb2_grpc,
@@ -75,7 +75,8 @@ class ScriptedWorker:
             await asyncio.sleep(0.05)
 
     async def _link(self) -> None:
-        self.outgoing = outgoing = asyncio.Queue()
+        outgoing: asyncio.Queue[link_pb2.FromWorker] = asyncio.Queue()
+        self.outgoing = outgoing
         outgoing.put_nowait(link_pb2.FromWorker(hello=link_pb2.Hello(worker=self.ref)))
         for running in self.runs.values():
             if not running.dropped and not running.finished:
@@ -194,9 +195,9 @@ class MinimalController(control_pb2_grpc.ControlServicer):
         async for report in request_iterator:
             self.reports.append(report)
             for gone in report.gone:
-                self.levels.pop(Seq(gone.request, gone.choice), None)
+                self.levels.pop(Seq(RequestId(gone.request), gone.choice), None)
             for level in report.requests:
-                seq = Seq(level.seq.request, level.seq.choice)
+                seq = Seq(RequestId(level.seq.request), level.seq.choice)
                 self.levels[seq] = level
                 if level.cancelled:
                     self.cancelled.append(seq)
