@@ -69,7 +69,7 @@ class Put:
                 _CALL_MS,
             )
         else:
-            self._worker.after(1, self._copy_to_host)
+            self._copy_to_host()
 
     def abort(self) -> None:
         """Stop at the next block."""
@@ -101,23 +101,23 @@ class Put:
 
     def _write(self, grant: PutGrant, slab: Slab) -> None:
         assert grant.put is not None
-        if self._aborted or self._worker.revoked(grant.put):
+        worker = self._worker
+        if self._aborted or worker.revoked(grant.put):
             self._end(ok=False, detail="aborted")
             return
         number = len(self._copied)
         if number < len(self._asked.block_ids):
-            slab[grant.pages[number]] = self._read_block()
-            self._worker.after(1 + self._worker.engine.rng.randrange(3), self._write, grant, slab)
+            worker.after(worker.copy_delay_ms(), self._written, grant, slab)
             return
         body = FinishPut(
             ticket=self._asked.ticket,
             put=grant.put,
-            received_bytes=number * self._worker.world.block_bytes,
+            received_bytes=number * worker.world.block_bytes,
             hash_ok=True,
             manifest=self._manifest(),
         )
         # What the slab holds is verified by the store: it reads the pages itself.
-        self._worker.call(
+        worker.call(
             self._store,
             body,
             self._store.serve_finish_put,
@@ -126,19 +126,25 @@ class Put:
             _CALL_MS,
         )
 
+    def _written(self, grant: PutGrant, slab: Slab) -> None:
+        """A block's copy has ended; one under way is not stopped by an abort."""
+        page = grant.pages[len(self._copied)]
+        slab[page] = self._read_block()
+        self._write(grant, slab)
+
     def _finished(self, reply: StoreReply) -> None:
         self._end(ok=reply.status is StoreStatus.OK, detail=reply.status.value)
 
     # ---- between nodes ----
 
     def _copy_to_host(self) -> None:
+        worker = self._worker
         if self._aborted:
             self._end(ok=False, detail="aborted")
         elif len(self._copied) < len(self._asked.block_ids):
-            self._read_block()
-            self._worker.after(1 + self._worker.engine.rng.randrange(3), self._copy_to_host)
+            worker.after(worker.copy_delay_ms(), self._at_host)
         else:
-            self._worker.call(
+            worker.call(
                 self._store,
                 PutStream(self._mapping.body, tuple(self._copied), self._manifest()),
                 self._store.serve_put_stream,
@@ -146,6 +152,10 @@ class Put:
                 lambda: self._end(ok=False, detail="no answer"),
                 _CALL_MS,
             )
+
+    def _at_host(self) -> None:
+        self._read_block()
+        self._copy_to_host()
 
     def _received(self, status: StoreStatus) -> None:
         self._end(ok=status is StoreStatus.OK, detail=status.value)
@@ -231,17 +241,19 @@ class Fetch:
         self._copy(grant.manifest, grant.pages, slab, 0)
 
     def _copy(self, manifest: Manifest, pages: tuple[int, ...], slab: Slab, done: int) -> None:
-        worker, blocks = self._worker, self._asked.block_ids
+        worker = self._worker
         if self._cancelled:
             self._end(StoreStatus.UNREACHABLE, None, 0)
-        elif done < min(len(pages), len(blocks)):
-            worker.pool[blocks[done]][:] = slab.get(pages[done], ()) or [0] * len(
-                worker.pool[blocks[done]]
-            )
-            delay = 1 + worker.engine.rng.randrange(3)
-            worker.after(delay, self._copy, manifest, pages, slab, done + 1)
+        elif done < min(len(pages), len(self._asked.block_ids)):
+            worker.after(worker.copy_delay_ms(), self._copied, manifest, pages, slab, done)
         else:
             self._verify(manifest, done)
+
+    def _copied(self, manifest: Manifest, pages: tuple[int, ...], slab: Slab, done: int) -> None:
+        """A block's copy has ended; one under way is not stopped by a cancellation."""
+        block = self._worker.pool[self._asked.block_ids[done]]
+        block[:] = slab.get(pages[done]) or [0] * len(block)
+        self._copy(manifest, pages, slab, done + 1)
 
     def _received(self, answer: tuple[StoreStatus, tuple[Block, ...], Manifest | None]) -> None:
         status, blocks, manifest = answer

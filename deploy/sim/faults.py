@@ -51,6 +51,10 @@ class SeededWeather:
                 return (self._delay_ms(), self._delay_ms())
         return (self._delay_ms(),)
 
+    def leaks(self) -> bool:
+        """Whether what is under way on a stream that breaks may still arrive."""
+        return self._random() < 0.5
+
 
 class Saboteur:
     """Breaks one thing after another, as the plan weighs them."""

@@ -47,7 +47,16 @@ def resume_key(request: RequestId) -> str:
 class GatewayHost(Reporter):
     """One gateway."""
 
-    __slots__ = ("_links", "_minted", "_names", "_opened", "_scanned", "_streams")
+    __slots__ = (
+        "_links",
+        "_minted",
+        "_names",
+        "_opened",
+        "_scan_due_ms",
+        "_scanned",
+        "_stopped",
+        "_streams",
+    )
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name, Tick())
@@ -57,6 +66,8 @@ class GatewayHost(Reporter):
         self._names: dict[Stream, StreamId] = {}
         self._links: dict[WorkerRef, Stream] = {}
         self._scanned: dict[Seq, list[int]] = {}
+        self._stopped: dict[Seq, int] = {}
+        self._scan_due_ms = 0
         self._performers = {
             ToStream: self._to_stream,
             EndStream: self._end_stream,
@@ -73,6 +84,8 @@ class GatewayHost(Reporter):
         self._names = {}
         self._links = {}
         self._scanned = {}
+        self._stopped = {}
+        self._scan_due_ms = 0
         self.core = GatewayCore(
             GatewayId(self.name),
             Incarnation(self.life),
@@ -181,22 +194,29 @@ class GatewayHost(Reporter):
     # ---- text ----
 
     def _scan(self, effect: Scan) -> None:
+        """Look for the stop string; answers come a little later, in the order of the questions."""
         if effect.start == 0:
             self._scanned[effect.seq] = []
+            self._stopped.pop(effect.seq, None)
         seen = self._scanned[effect.seq]
         assert effect.start == len(seen), (effect, seen)
         pair = self.world.history.stop_pair(effect.seq.request)
-        found = None
         for token in effect.token_ids:
             seen.append(token)
-            if pair is not None and found is None and tuple(seen[-2:]) == pair:
-                found = len(seen)
-        answer = Scanned(effect.seq, len(seen)) if found is None else StopMatched(effect.seq, found)
-        self.after(self.engine.rng.randrange(3), self.drive, answer)
+            if tuple(seen[-2:]) == pair:
+                self._stopped.setdefault(effect.seq, len(seen))
+        stopped = self._stopped.get(effect.seq)
+        answer = (
+            Scanned(effect.seq, len(seen)) if stopped is None else StopMatched(effect.seq, stopped)
+        )
+        due_ms = max(self.engine.now_ms + self.engine.rng.randrange(3), self._scan_due_ms)
+        self._scan_due_ms = due_ms
+        self.after(due_ms - self.engine.now_ms, self.drive, answer)
 
     def _forget(self, effect: Forget) -> None:
         for choice in range(self.world.choices(effect.request)):
             self._scanned.pop(Seq(effect.request, choice), None)
+            self._stopped.pop(Seq(effect.request, choice), None)
 
     # ---- controller ----
 

@@ -37,6 +37,7 @@ def plan_of(given: list[str]) -> Plan:
                         max_batch_tokens=int(options.get("batch", "64")),
                         max_batch_seqs=int(options.get("seqs", "8")),
                         step_ms=int(options.get("step", "5")),
+                        copy_ms=int(options.get("copy", "3")),
                     )
                 )
             case "store":

@@ -163,6 +163,10 @@ class Havoc:
         """SIGSTOP a gateway for a while."""
         self.stop(self._pick(list(self._world.gateways.values())), 800)
 
+    def stop_gateway_long(self) -> None:
+        """SIGSTOP a gateway beyond every deadline."""
+        self.stop(self._pick(list(self._world.gateways.values())), LONG_MS)
+
     def stop_controller(self) -> None:
         """SIGSTOP the controller for a while."""
         self.stop(self._world.controller, 800)

@@ -24,13 +24,16 @@ class Weather(Protocol):
     def calls_ms(self, source: str, target: str, message: object) -> tuple[int | None, ...]:
         """Delay of each copy of a call or of its reply: () loses it, None holds a copy."""
 
+    def leaks(self) -> bool:
+        """Whether what is under way on a stream that breaks may still arrive."""
+
 
 Arrive = Callable[["Stream", Any], None]
 Down = Callable[["Stream"], None]
 
 
 class _Direction:
-    __slots__ = ("arrive", "down", "held", "last_ms", "life", "source", "target")
+    __slots__ = ("arrive", "closed", "down", "held", "last_ms", "life", "source", "target")
 
     def __init__(self, source: Process, target: Process, arrive: Arrive, down: Down) -> None:
         self.source = source
@@ -38,17 +41,22 @@ class _Direction:
         self.life = target.life
         self.arrive = arrive
         self.down = down
+        self.closed = False
+        """The receiving end knows that the stream is broken."""
         self.last_ms = 0
         self.held: list[object] = []
 
 
 class Stream:
-    """A two-way connection between two lives; what is under way is lost when it breaks.
+    """A two-way connection between two lives.
+
+    When it breaks, what is under way is lost, or else still arrives as long as the receiving end
+    has not heard of the break: perhaps after what came on a newer connection.
 
     ``arrive_*(stream, message)`` and ``down_*(stream)`` are done in the process they are for.
     """
 
-    __slots__ = ("_ab", "_ba", "_network", "up")
+    __slots__ = ("_ab", "_ba", "_leaks", "_network", "up")
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class Stream:
         self._ab = _Direction(a, b, arrive_b, down_b)
         self._ba = _Direction(b, a, arrive_a, down_a)
         self.up = True
+        self._leaks = False
         a.streams[self] = None
         b.streams[self] = None
 
@@ -79,7 +88,7 @@ class Stream:
 
     def arrive(self, direction: _Direction, message: object) -> None:
         """A message has come through the wire."""
-        if not self.up:
+        if not self.up and (not self._leaks or direction.closed):
             return
         target = direction.target
         if not target.up or target.life != direction.life:
@@ -94,12 +103,16 @@ class Stream:
         """Break it: each living end hears of it, a little later and on its own."""
         if not self.up:
             return
+        engine = self._network.engine
         self.up = False
+        self._leaks = self._network.weather.leaks()
         for direction in (self._ab, self._ba):
-            end = direction.target
-            end.streams.pop(self, None)
-            delay = self._network.engine.rng.randrange(1, 20)
-            self._network.engine.after(delay, end.take, direction.life, direction.down, (self,))
+            direction.target.streams.pop(self, None)
+            engine.after(engine.rng.randrange(1, 20), self._close, direction)
+
+    def _close(self, direction: _Direction) -> None:
+        direction.closed = True
+        direction.target.take(direction.life, direction.down, (self,))
 
 
 class Network:

@@ -26,6 +26,8 @@ class WorkerPlan:
     max_batch_tokens: int
     max_batch_seqs: int
     step_ms: int
+    copy_ms: int
+    """Longest time that the copy of one block takes, in either direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ FAULTS = (
     "stop_controller",
     "stop_worker_long",
     "stop_store_long",
+    "stop_gateway_long",
     "rival_controller",
     "cut_report",
     "cut_link",
@@ -147,6 +150,7 @@ def draw(seed: int) -> Plan:
             max_batch_tokens=rng.choice((4, 8, 64)),
             max_batch_seqs=rng.choice((1, 2, 8, 8)),
             step_ms=rng.choice((3, 10, 30)),
+            copy_ms=rng.choice((2, 10, 60)),
         )
         for i in range(rng.choice((1, 2, 2, 3)))
     )
@@ -155,14 +159,14 @@ def draw(seed: int) -> Plan:
         StorePlan(
             name=f"s{i}",
             node=nodes[i],
-            budget_blocks=rng.choice((0, 3, 8, 32, 32, 32)),
-            tickets_max=rng.choice((1, 3, 64, 64, 64)),
+            budget_blocks=rng.choice((0, 4, 12, 64, 64, 64, 64)),
+            tickets_max=rng.choice((1, 3, 64, 64, 64, 64)),
         )
         for i in range(rng.choice((1, 1, 2)))
     )
     busy_ms = rng.choice((1, 50, 200))
     clients = tuple(
-        _client(rng, i, prefixes, block_size, largest, busy_ms) for i in range(rng.randrange(2, 7))
+        _client(rng, i, prefixes, block_size, largest, busy_ms) for i in range(rng.randrange(3, 7))
     )
     calm = rng.random() < 0.1
     chosen = tuple((name, 0.2 + rng.random()) for name in FAULTS if rng.random() < 0.4)
@@ -181,13 +185,13 @@ def draw(seed: int) -> Plan:
             double_share=0.0 if calm else _share(rng, 0.2),
         ),
         faults=() if calm else chosen,
-        fault_every_ms=0 if calm or not chosen else rng.choice((50, 150, 400)),
+        fault_every_ms=0 if calm or not chosen else rng.choice((40, 120, 300)),
         fault_phase_ms=rng.choice((500, 1500, 3000)),
         reserve_full=rng.random() < 0.2,
         growth_reserve_blocks=rng.choice((0, 1, 1, 2)),
         min_residency_tokens=rng.choice((0, 1, 4, 16)),
         reserve_slack_tokens=rng.choice((0, 2, 8)),
-        max_swapped_requests=rng.choice((0, 1, 2, None, None, None, None)),
+        max_swapped_requests=rng.choice((0, 1, 2, *(None,) * 7)),
         cpu_offload=rng.random() < 0.95,
         policy=rng.choice(("lru", "lru", "youngest", "cost")),
         prefix_cache=rng.random() < 0.7,
@@ -207,8 +211,8 @@ def _client(
 ) -> ClientPlan:
     room = largest_pool * block_size
     # Mostly a good part of what the largest pool can hold, now and then more.
-    total = rng.randrange(room // 3, room + 1) if rng.random() < 0.95 else room + 1
-    max_tokens = rng.randrange(1, min(total, 25))
+    total = rng.randrange(room // 2, room + 1) if rng.random() < 0.95 else room + 1
+    max_tokens = rng.randrange(1, min(total, 33))
     length = total - max_tokens
     shared = rng.choice(prefixes) if rng.random() < 0.6 else ()
     own = tuple(rng.randrange(VOCABULARY - 1) for _ in range(length))

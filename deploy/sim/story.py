@@ -138,6 +138,9 @@ class _Script:
             case _:
                 return (1,)
 
+    def leaks(self) -> bool:
+        return False
+
     def _due(self, source: str, target: str, message: object) -> str | None:
         if not self.once:
             return None

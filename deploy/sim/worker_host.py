@@ -214,6 +214,10 @@ class WorkerHost(Reporter):
     def _forget_seq(self, effect: ForgetSeq) -> None:
         """The model keeps nothing between steps."""
 
+    def copy_delay_ms(self) -> int:
+        """How long the copy of one block takes."""
+        return 1 + self.engine.rng.randrange(self.plan.copy_ms)
+
     # ---- swap out ----
 
     def _put_payload(self, effect: PutPayload) -> None:
