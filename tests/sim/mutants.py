@@ -81,20 +81,6 @@ MUTANTS = (
         "tokens of a run that has been replaced are taken",
     ),
     Mutant(
-        "gap_taken",
-        "gateway/core/record.py",
-        "if start > held:",
-        "if start > held + 1:",
-        "a token that was lost on the way is skipped",
-    ),
-    Mutant(
-        "overlap_appended",
-        "gateway/core/record.py",
-        "self.tokens.extend(said.tokens[held - start :])",
-        "self.tokens.extend(said.tokens)",
-        "tokens sent again are held twice",
-    ),
-    Mutant(
         "free_before_commit",
         "workers/core/swap.py",
         "        self.enter(OutPhase.COMMIT, now_ms)\n",
@@ -130,6 +116,7 @@ MUTANTS = (
         "standing = common_prefix(list(event.token_ids), resident.tokens)",
         "standing = len(event.token_ids)",
         "KV of other tokens than the gateway's is used",
+        "hole_payload_of_other_tokens",
     ),
     Mutant(
         "attached_tokens_ignored",
@@ -137,6 +124,7 @@ MUTANTS = (
         "        if common < len(truth):\n            prompt",
         "        if common < len(truth) and not self.tokens:\n            prompt",
         "a worker goes on with its own tokens where the gateway's differ",
+        "hole_own_tokens_differ_from_the_gateways",
     ),
     Mutant(
         "prefix_hash_without_parent",
@@ -253,7 +241,10 @@ MUTANTS = (
         "shortage_said_once",
         "workers/core/reports.py",
         "            blocks_short=self._steps.blocks_short,\n",
-        "            blocks_short=self._steps.blocks_short if not complete else 0,\n",
+        "            blocks_short=0\n"
+        "            if self.__dict__.get('said') == self._steps.blocks_short\n"
+        "            else self.__dict__.update(said=self._steps.blocks_short)\n"
+        "            or self._steps.blocks_short,\n",
         "a new controller does not hear of a shortage",
         "hole_controller_forgets_relief",
     ),
@@ -266,21 +257,13 @@ MUTANTS = (
         "hole_gateway_dies_live_run_outranked",
     ),
     Mutant(
-        "old_store_life_may_commit",
-        "kvstore/core/store.py",
-        "        if incarnation is not None and incarnation != self.incarnation:\n"
-        "            return StoreStatus.STALE_STORE\n        entry",
-        "        entry",
-        "a worker that mapped the slab of an earlier life is not told so",
-        "hole_store_restarts_under_a_put",
-    ),
-    Mutant(
         "ticket_released_before_reload",
         "controller/core/reconcile.py",
         "    return sequence.state is State.SWAPPING_IN and getattr"
-        "(place.order, \"ticket\", None) == ticket",
+        '(place.order, "ticket", None) == ticket',
         "    return False",
         "the payload goes as soon as its worker has begun to load it",
+        "life_swap_and_resume",
     ),
     Mutant(
         "orders_are_not_sent_again",
@@ -288,12 +271,13 @@ MUTANTS = (
         "        place.sent_ms = world.now_ms\n        world.send(place.worker, place.order, again=True)\n",
         "        place.sent_ms = world.now_ms\n",
         "an order that was lost is never missed",
+        "order_lost_is_sent_again",
     ),
     Mutant(
         "lost_workers_requests_stay",
         "controller/core/levels.py",
-        "        _vanish(world, worker, world.sequences[seq])\n",
-        "        pass\n",
+        "        _vanish(world, worker, sequence)\n        if sequence.place is None:\n",
+        "        if sequence.place is None:\n",
         "who ran on a lost worker is forgotten",
     ),
     Mutant(

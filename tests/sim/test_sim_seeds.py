@@ -15,7 +15,9 @@ from deepinfer.deploy.sim.plan import FAULTS, draw
 from deepinfer.deploy.sim.world import World
 
 SEEDS = 300
-DIGEST = "from deepinfer.deploy.sim.simulate import trace_digest as d; print(d(3), d(4), d(8), d(13))"
+DIGEST = (
+    "from deepinfer.deploy.sim.simulate import trace_digest as d; print(d(3), d(4), d(8), d(13))"
+)
 
 
 def test_seeds_pass() -> None:

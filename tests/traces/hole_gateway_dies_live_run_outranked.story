@@ -19,4 +19,4 @@ story
     start g1
     finish
     expect c0 tokens == 10
-    expect w0 recomputed == 0
+    expect w0 tokens_computed == 13

@@ -1,20 +1,25 @@
-A resumed request would be swapped out again at once, and so on for ever.
-Rule: none is a victim that has not advanced min_residency tokens since its resume.
+What has just come back would be swapped out again for the next newcomer, and so on for ever.
+Rule: nobody is a victim who has not advanced min_residency tokens since the resume.
 
 given
-    block size 2
-    worker w0 blocks 4 step 20
+    block size 8
+    worker w0 blocks 3 step 20
     store s0 budget 16
     gateway g0
-    client c0 prompt 2 max 6
-    client c1 prompt 2 max 6
-    client c2 prompt 2 max 6
-    set min_residency_tokens 4
+    client c0 prompt 17 max 7
+    client c1 prompt 17 max 4
+    client c2 prompt 17 max 4
+    set min_residency_tokens 16
 
 story
-    come c0 c1 c2
+    come c0
+    see w0 -> g0 Tokens c0 index=0
+    come c1
+    see k1 -> w0 SwapIn c0
+    see w0 hears FetchDone status=ok
+    never k1 -> w0 SwapOut c0
+    come c2
+    see w0 -> g0 Tokens c0 index=6
     finish
-    expect c0 tokens == 6
-    expect c1 tokens == 6
-    expect c2 tokens == 6
-    expect w0 swaps_out <= 6
+    expect c0 tokens == 7
+    expect c2 tokens == 4
