@@ -46,7 +46,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
 
-    def WorkerReports(
+    async def WorkerReports(
         self,
         requests: AsyncIterator[control_pb2.WorkerReport],
         context: grpc.aio.ServicerContext[control_pb2.WorkerReport, control_pb2.ReportReply],
@@ -57,9 +57,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
             report = wire.worker_report_from(said)
             return Peer(PeerKind.WORKER, report.worker, report.incarnation), report
 
-        return self._serve(requests, context, read)
+        async for reply in self._serve(requests, context, read):
+            yield reply
 
-    def StoreReports(
+    async def StoreReports(
         self,
         requests: AsyncIterator[control_pb2.StoreReport],
         context: grpc.aio.ServicerContext[control_pb2.StoreReport, control_pb2.ReportReply],
@@ -70,9 +71,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
             report = wire.store_report_from(said)
             return Peer(PeerKind.STORE, report.store, report.incarnation), report
 
-        return self._serve(requests, context, read)
+        async for reply in self._serve(requests, context, read):
+            yield reply
 
-    def GatewayReports(
+    async def GatewayReports(
         self,
         requests: AsyncIterator[control_pb2.GatewayReport],
         context: grpc.aio.ServicerContext[control_pb2.GatewayReport, control_pb2.ReportReply],
@@ -83,7 +85,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             report = wire.gateway_report_from(said)
             return Peer(PeerKind.GATEWAY, report.gateway, report.incarnation), report
 
-        return self._serve(requests, context, read)
+        async for reply in self._serve(requests, context, read):
+            yield reply
 
     async def _serve(
         self,
