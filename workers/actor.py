@@ -79,7 +79,7 @@ class Device(NamedTuple):
 def open_device(settings: WorkerSettings, failpoints: Failpoints) -> Device:
     """Load the model and allocate the pool; takes seconds.
 
-    Raises what ``load_model`` raises, and WorkerConfigError when ``block_bytes`` is another model's.
+    Raises what ``load_model`` raises, and WorkerConfigError for another model's ``block_bytes``.
     """
     config = settings.config
     loaded = load_model(Path(settings.model_path))

@@ -41,6 +41,8 @@ RETRY_MAX_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
 OUTBOX_MAX = 4096
 """Messages that may wait for one gateway; a gateway that falls further behind loses its link."""
+REPORTS_MAX = 256
+"""Reports that may wait; for a controller that falls further behind a new stream is opened."""
 MESSAGE_BYTES_MAX = 64 * 2**20
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -157,9 +159,8 @@ class _GatewayLink:
             except (wire.LinkError, InvalidRequestError):
                 log.exception("gateway %s at %s broke the protocol", self._gateway, address)
             except asyncio.CancelledError:
-                # A broken link is cancelled by us; a cancelled task ends.
-                if self._closing():
-                    raise
+                if _closing():
+                    raise  # Otherwise only the call was cancelled, by ``_break``.
             await backoff.pause()
 
     async def _talk(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
@@ -177,11 +178,6 @@ class _GatewayLink:
             self._call = self._outbox = None
             call.cancel()
             self._feed(GatewayDown(self._gateway))
-
-    @staticmethod
-    def _closing() -> bool:
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
 
 
 class ReportLink:
@@ -202,12 +198,21 @@ class ReportLink:
         self._find = find
         self._counters = counters
         self._outbox: asyncio.Queue[control_pb2.WorkerReport] | None = None
+        self._call: (
+            grpc.aio.StreamStreamCall[control_pb2.WorkerReport, control_pb2.ReportReply] | None
+        ) = None
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     def send(self, report: WorkerReport) -> None:
         """Send if the stream is up; the first report on a new stream is complete anyway."""
-        if self._outbox is not None:
+        if self._outbox is None:
+            return
+        try:
             self._outbox.put_nowait(wire.report_to(report, self._counters()))
+        except asyncio.QueueFull:
+            log.warning("controller: %d reports behind; stream dropped", REPORTS_MAX)
+            if self._call is not None:
+                self._call.cancel()
 
     async def close(self) -> None:
         self._task.cancel()
@@ -224,28 +229,35 @@ class ReportLink:
                     await self._talk(channel, backoff)
             except (grpc.aio.AioRpcError, TimeoutError, LookupError, OSError) as error:
                 log.info("controller: %s", _brief(error))
+            except asyncio.CancelledError:
+                if _closing():
+                    raise  # Otherwise only the call was cancelled, by ``send``.
             await backoff.pause()
 
     async def _talk(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
-        # The controller answers every report at once and the core makes ten a second: a controller
-        # that stops reading breaks the stream by flow control long before memory matters.
-        outbox: asyncio.Queue[control_pb2.WorkerReport] = asyncio.Queue()
+        outbox: asyncio.Queue[control_pb2.WorkerReport] = asyncio.Queue(REPORTS_MAX)
         stub = control_pb2_grpc.ControlStub(channel)
         call = stub.WorkerReports(_drain(outbox), metadata=self._metadata)
-        self._outbox = outbox
+        self._call, self._outbox = call, outbox
         self._feed(ReportsUp())
         try:
             async for said in call:
                 backoff.reset()
                 self._feed(ReportAnswered(wire.reply_from(said)))
         finally:
-            self._outbox = None
+            self._call = self._outbox = None
             call.cancel()
 
 
 async def _drain(outbox: asyncio.Queue[_T]) -> AsyncIterator[_T]:
     while True:
         yield await outbox.get()
+
+
+def _closing() -> bool:
+    """Whether the task that runs this was told to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _brief(error: BaseException) -> str:

@@ -68,8 +68,8 @@ class SwappingEngine(LocalEngine):
                 self.feed(CommitReply(effect.ticket, StoreStatus.OK))
                 # Without sharing, nobody may read what these blocks held from here on.
                 if not self.config.prefix_cache:
-                    blocks = self.core.residents[effect.ticket.seq].blocks
-                    self.pool.storage[blocks] = 0xA5
+                    freed = self.core.residents[effect.ticket.seq].blocks
+                    self.pool.storage[freed] = 0xA5
             case ForgetSeq() if effect.seq in self.completions:
                 self._return(effect.seq)
             case FetchPayload():

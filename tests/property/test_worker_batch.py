@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,16 +38,21 @@ def resident(arrival: int, prompt_tokens: int, max_tokens: int) -> Resident:
     )
 
 
-def config(**changes: int) -> WorkerConfig:
-    base = WorkerConfig(
-        blocks_total=1000,
+def config(
+    *,
+    blocks_total: int = 1000,
+    max_batch_tokens: int = 16,
+    max_batch_seqs: int = 3,
+    prefill_chunk_tokens: int = 8,
+) -> WorkerConfig:
+    return WorkerConfig(
+        blocks_total=blocks_total,
         block_size=4,
         block_bytes=1,
-        max_batch_tokens=16,
-        max_batch_seqs=3,
-        prefill_chunk_tokens=8,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_seqs=max_batch_seqs,
+        prefill_chunk_tokens=prefill_chunk_tokens,
     )
-    return replace(base, **changes)
 
 
 def compute(batch: Batch, step: int) -> None:

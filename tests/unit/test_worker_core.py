@@ -790,13 +790,12 @@ def test_a_receiver_that_knows_nothing_gets_a_complete_report(bench: Bench, how:
     bench.wait(100)
     assert bench.report is not None
     number = bench.report.number
-    bench.do(
-        {
-            "resync": ReportAnswered(ReportReply(epoch=1, number=number, resync=True)),
-            "new stream": ReportsUp(),
-            "new controller": ReportAnswered(ReportReply(epoch=2, number=number, resync=False)),
-        }[how]
-    )
+    events: dict[str, WorkerEvent] = {
+        "resync": ReportAnswered(ReportReply(epoch=1, number=number, resync=True)),
+        "new stream": ReportsUp(),
+        "new controller": ReportAnswered(ReportReply(epoch=2, number=number, resync=False)),
+    }
+    bench.do(events[how])
     assert bench.report.number == number + 1
     assert bench.report.complete
     assert [level.seq for level in bench.report.residents] == [r.seq]

@@ -131,6 +131,8 @@ class Resident:
         again from there; otherwise ours end where the two part.
         """
         truth = [*record.prompt_ids, *held]
+        if self.record is not None and self.record.prompt_ids != record.prompt_ids:
+            self.tokens, self.generated = [], []  # Another prompt: nothing of ours answers it.
         common = common_prefix(self.tokens, truth)
         self.record = record
         if common < len(truth):
