@@ -1,0 +1,135 @@
+"""The gateway actor, constructed as Ray would, with the Ray parts replaced: it serves by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+import pytest
+
+from deepinfer.client import AsyncClient, Unavailable
+from deepinfer.client.core.resume import ClientConfig
+from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
+from deepinfer.gateway.service import StatusUnavailableError
+from deepinfer.proto import control_pb2_grpc
+from deepinfer.text.load import load_tokenizer
+from support.byte_tokenizer import write_byte_tokenizer
+from support.gateway_world import SECRET, TOKEN, MinimalController, ScriptedWorker, eventually
+
+
+def settings(folder: Path, port: int) -> GatewaySettings:
+    return GatewaySettings(
+        gateway="gateway-0",
+        model="bytes",
+        model_path=str(folder),
+        max_context_tokens=512,
+        vocab_size=259,
+        eos_token_ids=(258,),
+        kv_cache_dtype="fp16",
+        port=port,
+        token=TOKEN,
+        secret=SECRET,
+    )
+
+
+async def nobody() -> str:
+    raise LookupError("no actor is named controller")
+
+
+async def no_status() -> Mapping[str, object]:
+    raise StatusUnavailableError("the controller does not answer")
+
+
+def test_it_serves_by_itself_and_again_on_its_port(tmp_path: Path) -> None:
+    folder = write_byte_tokenizer(tmp_path / "tokenizer")
+
+    async def test() -> None:
+        controller = MinimalController()
+        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        control_pb2_grpc.add_ControlServicer_to_server(controller, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        asked = 0
+
+        async def find() -> str:
+            nonlocal asked
+            asked += 1
+            return address if asked > 2 else await nobody()
+
+        async def status() -> Mapping[str, object]:
+            return {"swapped": 0}
+
+        access = ControllerAccess(find=find, status=status)
+        actor = GatewayActor(settings(folder, 0), access)
+        at = await actor.address()
+        worker = ScriptedWorker("w", at, load_tokenizer(folder), "hello there, " * 8)
+        controller.workers.append(worker)
+        serving = asyncio.create_task(worker.serve())
+        async with AsyncClient(at, token=TOKEN, config=ClientConfig(give_up_ms=9_000)) as client:
+            stream = client.stream("x", max_tokens=100)
+            await eventually(lambda: any(len(r.tokens) > 10 for r in worker.runs.values()))
+            before = await actor.incarnation()
+            await actor.stop()
+            actor = GatewayActor(settings(folder, int(at.rpartition(":")[2])), access)
+            assert await actor.address() == at
+            assert await actor.incarnation() > before
+            completion = await stream.completion()
+            assert completion.text == ("hello there, " * 8)[:100]
+            assert completion.timings.reconnects >= 1
+            assert (await client.status())["swapped"] == 0
+        await actor.stop()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await server.stop(None)
+
+    with asyncio.Runner() as runner:
+        runner.run(test())
+        gc.collect()
+        runner.run(asyncio.sleep(0))
+
+
+def test_without_a_controller_there_is_no_status(tmp_path: Path) -> None:
+    folder = write_byte_tokenizer(tmp_path / "tokenizer")
+
+    async def test() -> None:
+        actor = GatewayActor(settings(folder, 0), ControllerAccess(find=nobody, status=no_status))
+        async with AsyncClient(await actor.address(), token=TOKEN) as client:
+            with pytest.raises(Unavailable, match="the controller does not answer"):
+                await client.status()
+        await actor.stop()
+
+    with asyncio.Runner() as runner:
+        runner.run(test())
+        gc.collect()
+        runner.run(asyncio.sleep(0))
+
+
+def test_a_model_without_a_tokenizer_fails_the_start(tmp_path: Path) -> None:
+    async def test() -> None:
+        access = ControllerAccess(find=nobody, status=no_status)
+        actor = GatewayActor(settings(tmp_path / "nothing", 0), access)
+        with pytest.raises(ValueError, match="no tokenizer to load"):
+            await actor.address()
+
+    asyncio.run(test())
+
+
+def test_settings_keep_secrets_out_of_sight(tmp_path: Path) -> None:
+    shown = repr(settings(tmp_path, 0))
+    assert TOKEN not in shown
+    assert SECRET.decode() not in shown
+    with pytest.raises(ValueError, match="token is empty"):
+        GatewaySettings(
+            gateway="g",
+            model="m",
+            model_path="p",
+            max_context_tokens=1,
+            vocab_size=1,
+            eos_token_ids=(),
+            kv_cache_dtype="fp16",
+            token="",
+            secret=SECRET,
+        )
