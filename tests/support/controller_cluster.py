@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.core import ControllerCore
 from deepinfer.controller.core.events import (
     CallKind,
     CallStore,
+    Drain,
     Effect,
     Event,
     GatewayGone,
@@ -63,6 +65,8 @@ from deepinfer.kvstore.core.messages import (
     WorkerReport,
 )
 from deepinfer.kvstore.core.states import State
+
+_O = TypeVar("_O", bound=Order)
 
 BLOCK_BYTES = 1000
 BLOCK_SIZE = 16
@@ -528,6 +532,9 @@ class Cluster:
         self.core = ControllerCore(self.core.epoch + 1, self.config)
         self.start()
 
+    def drain(self, worker: str) -> None:
+        self.tell(Drain(WorkerId(worker)))
+
     def lose_gateway(self, name: str) -> None:
         gateway = self.gateways.pop(GatewayId(name))
         gateway.alive = False
@@ -538,10 +545,21 @@ class Cluster:
         store.restart()
         self.tell(StoreGone(store.id, old))
 
-    def sent(self, kind: type[Order]) -> list[Order]:
-        """Distinct orders of one kind that were sent, in order."""
+    def sent(self, *kinds: type[_O]) -> list[_O]:
+        """Distinct orders of some kinds that were sent, in order."""
         orders = [e.order for e in self.effects if isinstance(e, SendOrder)]
-        return list(dict.fromkeys(order for order in orders if isinstance(order, kind)))
+        return list(dict.fromkeys(order for order in orders if isinstance(order, kinds)))
+
+    def status(self) -> dict[str, Any]:
+        """The core's snapshot."""
+        return self.core.snapshot()
+
+    def state(self, name: Seq) -> str | None:
+        """A sequence's state as the core sees it; None if it knows none."""
+        for found in self.status()["sequences"]:
+            if found["request"] == name.request:
+                return str(found["state"])
+        return None
 
     def finished(self) -> list[Seq]:
         return [name for gateway in self.gateways.values() for name in gateway.finished]
