@@ -98,8 +98,8 @@ class CpuBackend:
 
     ``threads`` is torch's intra-op thread count, set for the whole process. The default suits
     several workers on one machine: OpenMP's threads spin at every barrier, and two of them on
-    cores that are not free were seen to run 20 times slower than one. Only the engine thread may
-    call a backend.
+    cores that are not free were seen to run 20 times slower than one. Start a process that wants
+    more with ``OMP_WAIT_POLICY=PASSIVE``. Only the engine thread may call a backend.
 
     Raises ValueError for ``threads`` below 1.
     """
