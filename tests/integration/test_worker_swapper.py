@@ -1,0 +1,211 @@
+"""Copies between a pool and a real store: each ends with exactly one answer, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from deepinfer.kvstore.core.ids import RequestId, Run, Seq, StoreId, Ticket
+from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
+from deepinfer.kvstore.core.manifest import Manifest
+from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.core.states import State
+from deepinfer.workers.core.events import (
+    AbortPut,
+    CancelFetch,
+    Commit,
+    CommitReply,
+    FetchDone,
+    FetchPayload,
+    PutDone,
+    PutPayload,
+    Resolve,
+    ResolveReply,
+    StoreGone,
+    WorkerEvent,
+)
+from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.swap import KvIdentity, StoreSwapper
+from kvstore_kit import TOKEN, WRITER, Store, running_store
+
+STORE = StoreId("store-n")
+LAYOUT = KvLayout(resolve_kv_dtype("int8"), 2, 2, 8, 4)
+SEQ = Seq(RequestId("r"), 0)
+TICKET = Ticket(SEQ, Run(1, 1), Run(1, 2))
+IDENTITY = KvIdentity(model="a model")
+PUT = PutPayload(TICKET, STORE, SEQ, Run(1, 1), (3, 4, 1), tuple(range(10, 20)), State.DECODE)
+FETCH = FetchPayload(TICKET, STORE, SEQ, Run(1, 9), (0, 5, 2, 6))
+
+
+class Bench:
+    """A pool of numbered bytes, a swapper, and what it has answered."""
+
+    def __init__(self, store: Store, *, identity: KvIdentity = IDENTITY) -> None:
+        self.store = store
+        self.pool = PagedPool(LAYOUT, 8)
+        for block in range(8):
+            self.pool.storage[block] = block + 1
+        self.events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        self.swapper = StoreSwapper(
+            WRITER, self.pool, identity, self.events.put_nowait, token=TOKEN, path="grpc"
+        )
+        self.swapper.learn({STORE: store.address})
+
+    async def reserve(self) -> None:
+        client = self.store.client("grpc")
+        reply = await client.reserve(TICKET, 8 * LAYOUT.block_bytes, epoch=1)
+        assert reply.status is StoreStatus.OK
+
+    async def answer(self) -> WorkerEvent:
+        return await asyncio.wait_for(self.events.get(), 10)
+
+    async def put(self) -> None:
+        await self.reserve()
+        self.swapper.put(PUT)
+        done = await self.answer()
+        assert isinstance(done, PutDone)
+        assert (done.ok, done.payload_bytes) == (True, 3 * LAYOUT.block_bytes)
+        self.swapper.commit(Commit(TICKET, STORE))
+        assert await self.answer() == CommitReply(TICKET, StoreStatus.OK)
+
+    async def fetch(self) -> FetchDone:
+        self.swapper.fetch(FETCH)
+        done = await self.answer()
+        assert isinstance(done, FetchDone)
+        return done
+
+
+def run(main: Callable[[Store], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with running_store(
+            budget_bytes=16 * LAYOUT.block_bytes,
+            page_bytes=LAYOUT.block_bytes,
+            slab_bytes=16 * LAYOUT.block_bytes,
+        ) as store:
+            await main(store)
+
+    asyncio.run(whole())
+
+
+def test_what_went_out_comes_in_at_other_blocks() -> None:
+    async def main(store: Store) -> None:
+        bench = Bench(store)
+        await bench.put()
+        done = await bench.fetch()
+        assert (done.status, done.blocks, done.token_ids) == (StoreStatus.OK, 3, PUT.token_ids)
+        firsts = [int(bench.pool.storage[block][0]) for block in range(8)]
+        assert firsts == [4, 2, 2, 4, 5, 5, 7, 8], "blocks 3, 4, 1 went to 0, 5, 2"
+        await bench.swapper.close()
+
+    run(main)
+
+
+def test_an_abort_before_the_copy_has_begun_is_answered() -> None:
+    async def main(store: Store) -> None:
+        bench = Bench(store)
+        await bench.reserve()
+        bench.swapper.put(PUT)
+        bench.swapper.abort_put(AbortPut(TICKET, STORE))
+        assert await bench.answer() == PutDone(TICKET, False, 0, 0, "aborted")
+        bench.swapper.fetch(FETCH)
+        bench.swapper.cancel_fetch(CancelFetch(TICKET, FETCH.run))
+        done = await bench.answer()
+        assert isinstance(done, FetchDone)
+        assert (done.status, done.detail) == (StoreStatus.UNREACHABLE, "cancelled")
+        assert bench.events.empty()
+        await bench.swapper.close()
+
+    run(main)
+
+
+def test_a_ticket_without_a_reservation_is_refused() -> None:
+    async def main(store: Store) -> None:
+        bench = Bench(store)
+        bench.swapper.put(PUT)
+        done = await bench.answer()
+        assert isinstance(done, PutDone)
+        assert not done.ok
+        assert done.detail.startswith("unknown_ticket")
+        bench.swapper.resolve(Resolve(TICKET, STORE))
+        assert await bench.answer() == ResolveReply(TICKET, StoreStatus.SEALED)
+        await bench.swapper.close()
+
+    run(main)
+
+
+def test_another_models_payload_does_not_touch_the_pool() -> None:
+    async def main(store: Store) -> None:
+        await Bench(store).put()
+        bench = Bench(store, identity=KvIdentity(model="another"))
+        before = bench.pool.storage.clone()
+        done = await bench.fetch()
+        assert done.status is StoreStatus.BAD_PAYLOAD
+        assert done.detail == "manifest.model = 'a model', here it must be 'another'"
+        assert bool((bench.pool.storage == before).all())
+        await bench.swapper.close()
+
+    run(main)
+
+
+def test_a_store_at_another_address_is_another_life() -> None:
+    async def main(store: Store) -> None:
+        bench = Bench(store)
+        await bench.put()
+        bench.swapper.learn({STORE: "127.0.0.1:1"})
+        assert await bench.answer() == StoreGone(STORE)
+        bench.swapper.commit(Commit(TICKET, STORE))
+        assert await bench.answer() == CommitReply(TICKET, StoreStatus.UNREACHABLE)
+        await bench.swapper.close()
+
+    run(main)
+
+
+def test_an_unknown_store_is_unreachable() -> None:
+    async def main(store: Store) -> None:
+        bench = Bench(store)
+        nowhere = StoreId("elsewhere")
+        bench.swapper.put(PUT._replace(store=nowhere))
+        put = await bench.answer()
+        assert isinstance(put, PutDone)
+        assert not put.ok
+        bench.swapper.fetch(FETCH._replace(store=nowhere))
+        fetched = await bench.answer()
+        assert isinstance(fetched, FetchDone)
+        assert fetched.status is StoreStatus.UNREACHABLE
+        bench.swapper.commit(Commit(TICKET, nowhere))
+        assert await bench.answer() == CommitReply(TICKET, StoreStatus.UNREACHABLE)
+        bench.swapper.resolve(Resolve(TICKET, nowhere))
+        assert await bench.answer() == ResolveReply(TICKET, StoreStatus.UNREACHABLE)
+        await bench.swapper.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dtype": "fp8"}, "dtype"),
+        ({"encoding": "offset-binary"}, "encoding"),
+        ({"layout": "kv1:other"}, "layout"),
+        ({"precision": "fp8"}, "precision"),
+        ({"run": Run(1, 8)}, "run"),
+        ({"token_ids": tuple(range(8))}, "blocks"),
+    ],
+)
+def test_each_mismatch_is_named(change: dict[str, object], named: str) -> None:
+    pool = PagedPool(LAYOUT, 8)
+    manifest = IDENTITY.draft(pool, PUT)
+    assert IDENTITY.refusal(pool, manifest, FETCH) is None
+    other: Manifest = replace(manifest, **change)  # type: ignore[arg-type]
+    refusal = IDENTITY.refusal(pool, other, FETCH)
+    assert refusal is not None
+    assert refusal.startswith(f"manifest.{named} = ")
+
+
+def test_a_payload_that_needs_more_room_is_refused() -> None:
+    pool = PagedPool(LAYOUT, 8)
+    small = FETCH._replace(block_ids=(0, 5))
+    assert IDENTITY.refusal(pool, IDENTITY.draft(pool, PUT), small) == "3 blocks, room for 2"
