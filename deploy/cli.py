@@ -34,13 +34,15 @@ err = Console(stderr=True)
 def plain_errors() -> Iterator[None]:
     """Turn what the user or the world caused into one message and exit code 1 (no traceback)."""
     from deepinfer.client import DeepInferError
+    from deepinfer.deploy.cluster import LaunchError
     from deepinfer.deploy.config import ConfigError
-    from deepinfer.deploy.launch import LaunchError
     from deepinfer.deploy.models import ModelUnavailableError
+    from deepinfer.deploy.running import TokenFileError
 
+    expected = (ConfigError, LaunchError, ModelUnavailableError, TokenFileError, DeepInferError)
     try:
         yield
-    except (ConfigError, LaunchError, ModelUnavailableError, DeepInferError) as error:
+    except expected as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:

@@ -76,50 +76,77 @@ class ClusterConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    model: str = Field("demo", min_length=1, description="Model folder, GGUF file, or demo.")
-    workers: int = Field(1, ge=1, le=256, description="Worker processes.")
-    gateways: int = Field(1, ge=1, le=64, description="Gateway processes, on ports from --port.")
-    kv_cache_dtype: str = Field("auto", description="auto, fp16, int8, fp8, fp8_e5m2 or k16v8.")
-    block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
-    max_cache: str = Field("512MiB", description='KV pool of a worker: "512MiB" or "3 blocks".')
-    prefill_chunk_tokens: int = Field(
-        256, ge=1, le=65536, description="Prompt tokens of one request in one step, at most."
+    model: str = Field(
+        default="demo", min_length=1, description="Model folder, GGUF file, or demo."
     )
-    max_batch_tokens: int = Field(512, ge=1, le=65536, description="Tokens in one step, at most.")
-    cpu_offload: bool = Field(True, description="Swap KV to the store when blocks run out.")
+    workers: int = Field(default=1, ge=1, le=256, description="Worker processes.")
+    gateways: int = Field(
+        default=1, ge=1, le=64, description="Gateway processes, on ports from --port."
+    )
+    kv_cache_dtype: str = Field(
+        default="auto", description="auto, fp16, int8, fp8, fp8_e5m2 or k16v8."
+    )
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
+    max_cache: str = Field(
+        default="512MiB", description='KV pool of a worker: "512MiB" or "3 blocks".'
+    )
+    prefill_chunk_tokens: int = Field(
+        default=256,
+        ge=1,
+        le=65536,
+        description="Prompt tokens of one request in one step, at most.",
+    )
+    max_batch_tokens: int = Field(
+        default=512, ge=1, le=65536, description="Tokens in one step, at most."
+    )
+    cpu_offload: bool = Field(default=True, description="Swap KV to the store when blocks run out.")
     max_cpu_offload_mb: int = Field(
-        2048, ge=0, le=1 << 24, description="The store's budget in MiB; 0 refuses every swap."
+        default=2048,
+        ge=0,
+        le=1 << 24,
+        description="The store's budget in MiB; 0 refuses every swap.",
     )
     max_swapped_requests: int = Field(
-        1024, ge=0, le=1 << 20, description="Requests swapped out at a time, at most."
+        default=1024, ge=0, le=1 << 20, description="Requests swapped out at a time, at most."
     )
-    prefix_cache: bool = Field(True, description="Share KV blocks of equal prompt prefixes.")
+    prefix_cache: bool = Field(
+        default=True, description="Share KV blocks of equal prompt prefixes."
+    )
     reserve: Literal["growth", "full"] = Field(
-        "growth", description="Blocks set aside at admission: the prompt's, or all it may need."
+        default="growth",
+        description="Blocks set aside at admission: the prompt's, or all it may need.",
     )
     victim_policy: Literal["lru", "youngest", "cost"] = Field(
-        "lru", description="Who is swapped out first."
+        default="lru", description="Who is swapped out first."
     )
     min_residency: int = Field(
-        8, ge=0, le=1 << 20, description="Tokens a resumed request makes before it may go again."
+        default=8,
+        ge=0,
+        le=1 << 20,
+        description="Tokens a resumed request makes before it may go again.",
     )
     store_path: Literal["auto", "memfd", "grpc"] = Field(
-        "auto", description="How payloads reach the store: shared memory, gRPC, or what fits."
+        default="auto",
+        description="How payloads reach the store: shared memory, gRPC, or what fits.",
     )
-    threads: int = Field(1, ge=1, le=1024, description="Compute threads of a CPU worker.")
+    threads: int = Field(default=1, ge=1, le=1024, description="Compute threads of a CPU worker.")
     max_live_requests: int = Field(
-        4096, ge=1, le=1 << 20, description="Requests a gateway holds at a time, at most."
+        default=4096, ge=1, le=1 << 20, description="Requests a gateway holds at a time, at most."
     )
     orphan_grace_s: float = Field(
-        5.0, ge=0, le=3600, description="How long a request outlives its client's stream."
+        default=5.0, ge=0, le=3600, description="How long a request outlives its client's stream."
     )
-    host: str = Field("127.0.0.1", min_length=1, description="Address the gateways listen on.")
-    port: int = Field(7470, ge=0, le=65535, description="First gateway's port; 0 picks free ones.")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address the gateways listen on."
+    )
+    port: int = Field(
+        default=7470, ge=0, le=65535, description="First gateway's port; 0 picks free ones."
+    )
     token_file: str | None = Field(
-        None, description="File with the bearer token; made if it is missing."
+        default=None, description="File with the bearer token; made if it is missing."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "warning", description="What the processes log: debug, info, warning or error."
+        default="warning", description="What the processes log: debug, info, warning or error."
     )
 
     @field_validator("kv_cache_dtype")

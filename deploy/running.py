@@ -43,6 +43,11 @@ def state_dir() -> Path:
     return Path(base) / "deepinfer"
 
 
+def default_token_file() -> Path:
+    """Where `deepinfer up` keeps its token unless told otherwise."""
+    return state_dir() / "token"
+
+
 def process_ticks(pid: int) -> int | None:
     """Start time of a live process in clock ticks since boot; None if there is none."""
     try:

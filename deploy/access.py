@@ -1,0 +1,41 @@
+"""How actors find each other by name through Ray: the functions that the launcher hands them.
+
+Picklable by reference; each looks the controller up anew, so that a restarted one is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CONTROLLER = "controller"
+
+
+@dataclass(frozen=True, slots=True)
+class RayController:
+    """The controller of one namespace. Every call raises LookupError while there is none."""
+
+    namespace: str
+
+    async def address(self) -> str:
+        """Where its ``Control`` service is, host:port."""
+        answer: str = await self._ask("address")
+        return answer
+
+    async def status(self) -> Mapping[str, object]:
+        """Its status document."""
+        answer: Mapping[str, object] = await self._ask("status")
+        return answer
+
+    async def _ask(self, method: str) -> Any:
+        import asyncio
+
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            handle = await asyncio.to_thread(ray.get_actor, CONTROLLER, namespace=self.namespace)
+            return await getattr(handle, method).remote()
+        except (ValueError, RayError) as error:
+            raise LookupError(f"the controller does not answer: {error}") from error

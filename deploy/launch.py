@@ -1,0 +1,136 @@
+"""`deepinfer up`, `down`, and finding the cluster that runs here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from deepinfer.deploy.cluster import Cluster, LaunchError
+from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.running import (
+    Running,
+    alive,
+    default_token_file,
+    forget,
+    process_ticks,
+    read_token,
+    remember,
+)
+
+if TYPE_CHECKING:
+    from deepinfer.client import Client
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[None]:
+    """Make SIGTERM end the block as Ctrl-C does, so that its cleanup runs."""
+
+    def end(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def serve(config: ClusterConfig, *, console: Console) -> None:
+    """Start a cluster, say where it is, and serve until Ctrl-C, SIGTERM or `deepinfer down`.
+
+    Raises:
+        LaunchError: it could not be started.
+    """
+    if not config.loopback:
+        console.print(
+            f"warning: host = {config.host!r} is not loopback: whoever reaches it and holds the "
+            "token can use the cluster, and traffic is not encrypted",
+            style="yellow",
+            markup=False,
+        )
+    with stop_signals(), contextlib.suppress(KeyboardInterrupt):
+        with console.status("starting") as spinner:
+            cluster = Cluster(config, say=lambda line: spinner.update(line))
+            cluster.__enter__()
+        try:
+            ticks = process_ticks(os.getpid())
+            assert ticks is not None, "this process lives"
+            here = Running(
+                endpoints=cluster.endpoints,
+                pid=os.getpid(),
+                started_ticks=ticks,
+                token_file=str(cluster.token_file),
+                model=config.model,
+            )
+            remember(here)
+            console.print(f"serving {config.model} at {', '.join(cluster.endpoints)}")
+            console.print(f"token in {cluster.token_file}; Ctrl-C stops", markup=False)
+            try:
+                while True:
+                    signal.pause()
+            finally:
+                forget(here.name)
+                console.print("stopping")
+        finally:
+            cluster.__exit__(None, None, None)
+
+
+def running(endpoint: str | None) -> Running:
+    """The cluster started here with that endpoint, or the only one.
+
+    Raises:
+        LaunchError: there is none, or several and no endpoint was named.
+    """
+    found = alive()
+    if endpoint is not None:
+        found = tuple(r for r in found if endpoint in r.endpoints)
+    if not found:
+        where = f" at {endpoint}" if endpoint else ""
+        raise LaunchError(f"no cluster runs here{where}: start one with `deepinfer up`")
+    if len(found) > 1:
+        names = ", ".join(r.name for r in found)
+        raise LaunchError(f"several clusters run here ({names}): name one with --endpoint")
+    return found[0]
+
+
+def stop_running(endpoint: str | None, grace_s: float) -> None:
+    """Ask a cluster's launcher to stop, and wait until it has.
+
+    Raises:
+        LaunchError: there is none, or it still runs after ``grace_s``.
+    """
+    target = running(endpoint)
+    os.kill(target.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while process_ticks(target.pid) == target.started_ticks:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"cluster {target.name} (process {target.pid}) still runs after {grace_s:g} s"
+            )
+        time.sleep(0.05)
+
+
+def connect(endpoint: str | None, token_file: Path | None) -> Client:
+    """An SDK client for a named endpoint, or for the cluster that runs here.
+
+    Raises:
+        LaunchError: no endpoint was named and no single cluster runs here.
+        TokenFileError: the token file cannot be used.
+    """
+    from deepinfer.client import Client
+
+    if endpoint is None:
+        here = running(None)
+        return Client(list(here.endpoints), token=read_token(token_file or Path(here.token_file)))
+    if token_file is None:
+        local = [r for r in alive() if endpoint in r.endpoints]
+        token_file = Path(local[0].token_file) if local else default_token_file()
+    return Client([endpoint], token=read_token(token_file))
