@@ -173,7 +173,7 @@ class ClientHost(Host):
 
     def _wait(self, effect: Wait) -> None:
         self._due += 1
-        delay = max(0, effect.due_ms - self.engine.now_ms)
+        delay = max(0, effect.due_ms - self.now_ms)
         self.after(delay, self._woken, self._due)
 
     def _woken(self, due: int) -> None:

@@ -57,6 +57,11 @@ class ControllerHost(Host):
         self.drive(self.world.members())
         self.begin_ticking()
 
+    def leftovers(self) -> list[str]:
+        """What the controller has not forgotten."""
+        known = self.core.snapshot()["sequences"]
+        return [f"{self.name} knows {known}"] if known else []
+
     # ---- reports ----
 
     def on_report(self, stream: Stream, report: Any) -> None:

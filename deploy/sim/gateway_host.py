@@ -90,7 +90,7 @@ class GatewayHost(Reporter):
             GatewayId(self.name),
             Incarnation(self.life),
             self.world.gateway_config(),
-            now_ms=self.engine.now_ms,
+            now_ms=self.now_ms,
         )
         self.begin_ticking()
         self.begin_reporting()
@@ -114,7 +114,7 @@ class GatewayHost(Reporter):
         if isinstance(asked, OpenResume):
             # The client sends the whole request again; the key says that it is this one.
             first = self.world.history.record(asked.request)
-            record = dataclasses.replace(first, arrival_ms=self.engine.now_ms)
+            record = dataclasses.replace(first, arrival_ms=min(first.arrival_ms, self.now_ms))
             key, claim, received = asked.resume_key, asked.claim, asked.received
             self.drive(Resume(name, record, key, claim, received, client.wants_notices))
         else:
@@ -130,10 +130,10 @@ class GatewayHost(Reporter):
             request=RequestId(f"{self.name}.{self.life}-{self._minted}"),
             prompt_ids=plan.prompt_ids,
             sampling=client.sampling,
-            arrival_ms=self.engine.now_ms,
+            arrival_ms=self.now_ms,
             seed=plan.seed,
             priority=plan.priority,
-            deadline_ms=None if deadline is None else self.engine.now_ms + deadline,
+            deadline_ms=None if deadline is None else self.now_ms + deadline,
             exact=plan.exact,
             stop_token_ids=plan.stop_ids,
         )

@@ -80,6 +80,7 @@ def plan_of(given: list[str]) -> Plan:
         policy="lru",
         prefix_cache=False,
         report_ms=100,
+        clock_skew_ms=0,
         noisy=False,
         check_always=True,
     )

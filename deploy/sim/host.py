@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Host(Process):
     """A process around a core that is made anew in each life."""
 
-    __slots__ = ("_checked", "_performers", "_tick", "_tick_ms", "core", "world")
+    __slots__ = ("_checked", "_performers", "_skew_ms", "_tick", "_tick_ms", "core", "world")
 
     def __init__(self, world: World, name: str, tick: object) -> None:
         super().__init__(world.engine, name)
@@ -27,8 +27,19 @@ class Host(Process):
         self.core: Any = None
         self._tick = tick
         self._tick_ms = world.tick_ms
+        self._skew_ms = 0
         self._checked = 0
         self._performers: dict[type, Callable[[Any], None]] = {}
+
+    @property
+    def now_ms(self) -> int:
+        """What this process's clock says."""
+        return self.engine.now_ms + self._skew_ms
+
+    def start(self) -> None:
+        """Begin the next life, with a clock that is off by as much as the plan allows."""
+        super().start()
+        self._skew_ms = self.engine.rng.randrange(self.world.plan.clock_skew_ms + 1)
 
     def begin_ticking(self) -> None:
         """Start this life's clock."""
@@ -43,7 +54,7 @@ class Host(Process):
         world = self.world
         if world.tape is not None and event is not self._tick:
             world.tape(self.engine.now_ms, "=>", self.name, self.name, event)
-        effects = self.core.handle(event, self.engine.now_ms)
+        effects = self.core.handle(event, self.engine.now_ms + self._skew_ms)
         self._checked += 1
         if world.check_always or self._checked % 64 == 0:
             self.core.check()

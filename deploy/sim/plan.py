@@ -104,6 +104,8 @@ class Plan:
     policy: str
     prefix_cache: bool
     report_ms: int
+    clock_skew_ms: int
+    """How far a process's clock may be ahead."""
     noisy: bool
     """Whether computing a token twice may give two different tokens."""
     check_always: bool
@@ -195,6 +197,7 @@ def draw(seed: int) -> Plan:
         cpu_offload=rng.random() < 0.95,
         policy=rng.choice(("lru", "lru", "youngest", "cost")),
         prefix_cache=rng.random() < 0.7,
+        clock_skew_ms=rng.choice((0, 0, 50, 1000)),
         report_ms=rng.choice((50, 100)),
         noisy=rng.random() < 0.5,
         check_always=seed % 8 == 0,

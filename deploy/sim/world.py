@@ -209,4 +209,4 @@ class World:
             left += store.leftovers()
         for gateway in self.gateways.values():
             left += gateway.leftovers()
-        return left
+        return left or self.controller.leftovers()
