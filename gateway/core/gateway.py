@@ -8,16 +8,13 @@ that says so was answered (aborted, past its deadline, or left by its client).
 
 from __future__ import annotations
 
-import hmac
 from collections import Counter
-from collections.abc import Iterator
 
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.core.events import (
     AbortRequest,
     Code,
     Effect,
-    EndStream,
     Event,
     Forget,
     FromWorker,
@@ -34,10 +31,10 @@ from deepinfer.gateway.core.events import (
     Tick,
     WorkerLinkDown,
 )
-from deepinfer.gateway.core.record import Choice, Entry, Taken
-from deepinfer.gateway.core.reports import ReportSheet
-from deepinfer.gateway.core.streams import Stream
-from deepinfer.gateway.core.table import Cancels, RequestTable
+from deepinfer.gateway.core.levels import Levels
+from deepinfer.gateway.core.record import Choice, Entry, Taken, resume_refusal
+from deepinfer.gateway.core.streams import Streams
+from deepinfer.gateway.core.table import RequestTable
 from deepinfer.kvstore.core.ids import (
     GatewayId,
     Incarnation,
@@ -57,11 +54,10 @@ from deepinfer.kvstore.core.messages import (
     Notice,
     Reject,
     ReportReply,
-    RequestLevel,
     Tokens,
     ToWorker,
 )
-from deepinfer.kvstore.core.requests import FinishReason, RequestRecord
+from deepinfer.kvstore.core.requests import FinishReason
 
 
 class GatewayCore:
@@ -74,12 +70,11 @@ class GatewayCore:
         self.incarnation = incarnation
         self.config = config
         self.counters: Counter[str] = Counter()
-        self._started_ms = self._refreshed_ms = now_ms
+        self._started_ms = now_ms
         self._table = RequestTable(config)
-        self._streams: dict[StreamId, Stream] = {}
-        self._cancels = Cancels(config.max_cancels)
-        self._sheet = ReportSheet(gateway, incarnation, config)
+        self._levels = Levels(self._table, gateway, incarnation, config, now_ms=now_ms)
         self._effects: list[Effect] = []
+        self._streams = Streams(config, self._effects.append)
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Take one event and return what has to be done, in order."""
@@ -107,13 +102,16 @@ class GatewayCore:
             case ReportAnswered(reply):
                 self._report_answered(reply, now_ms)
             case ReportLinkUp():
-                self._sheet.restart()
+                self._levels.restart()
             case WorkerLinkDown():
                 self.counters["worker_links_lost_total"] += 1
             case Tick():
                 self._tick(now_ms)
-        self._report(now_ms)
-        effects, self._effects = self._effects, []
+        report = self._levels.next_report(now_ms)
+        if report is not None:
+            self._effects.append(Report(report))
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects
 
     # ---- requests come --------------------------------------------------------------------
@@ -123,14 +121,16 @@ class GatewayCore:
         full = self._full(new_request=True, new_stream=True)
         if full is not None:
             self.counters["requests_refused_total"] += 1
-            self._end_stream(event.stream, Code.RESOURCE_EXHAUSTED, full)
+            self._streams.refuse(event.stream, Code.RESOURCE_EXHAUSTED, full)
         elif self._table.get(record.request) is not None:
-            self._end_stream(event.stream, Code.ABORTED, f"request id {record.request} is in use")
+            self._streams.refuse(
+                event.stream, Code.ABORTED, f"request id {record.request} is in use"
+            )
         else:
             self.counters["requests_total"] += 1
             entry = Entry(record, event.resume_key, 0, now_ms)
             self._add(entry)
-            self._open(event.stream, entry, [0] * len(entry.choices), event.include_events)
+            self._open(event, entry, [0] * len(entry.choices))
 
     def _full(self, *, new_request: bool, new_stream: bool) -> str | None:
         live, streams = self._table.live, len(self._streams)
@@ -150,14 +150,14 @@ class GatewayCore:
             new_request=entry is None or (entry.ended and not agrees),
             new_stream=entry is None or entry.stream is None,
         )
-        refusal = _resume_refusal(event, entry)
+        refusal = resume_refusal(event, entry)
         if refusal is None and full is not None:
             refusal = (Code.UNAVAILABLE, f"gateway {self.gateway} is full: {full}")
         if refusal is not None:
-            self._end_stream(event.stream, *refusal)
+            self._streams.refuse(event.stream, *refusal)
             return
-        if entry is not None and entry.stream is not None:
-            self._close(entry, Code.ABORTED, f"attempt {event.claim} has taken over")
+        if entry is not None:
+            self._streams.close(entry, Code.ABORTED, f"attempt {event.claim} has taken over")
         if entry is None or not agrees:
             entry = self._take_over(event, entry)
         else:
@@ -166,7 +166,7 @@ class GatewayCore:
         for choice, received in zip(entry.choices, event.received, strict=True):
             choice.sent = max(choice.sent, len(received))
         cursors = [len(received) for received in event.received]
-        self._open(event.stream, entry, cursors, event.include_events)
+        self._open(event, entry, cursors)
 
     def _take_over(self, event: Resume, old: Entry | None) -> Entry:
         """Start a record from what the client has: another gateway was, or is, ahead of this one.
@@ -187,8 +187,7 @@ class GatewayCore:
     def _add(self, entry: Entry) -> None:
         self._table.add(entry)
         for choice in entry.choices:
-            self._cancels.drop(choice.seq)
-            self._sheet.touch(choice.seq)
+            self._levels.live(choice.seq)
             self._scan(choice)
 
     def _set_claim(self, entry: Entry, claim: int) -> None:
@@ -196,14 +195,13 @@ class GatewayCore:
             entry.claim = claim
             for choice in entry.choices:
                 if choice.finish is None:
-                    self._sheet.touch(choice.seq)
+                    self._levels.touch(choice.seq)
 
     def _abort(self, event: AbortRequest, now_ms: int) -> None:
         entry = self._table.get(event.request)
         if entry is None:
             self.counters["aborts_total"] += 1
-            for choice in range(event.choices):
-                self._cancel(_unknown_level(Seq(event.request, choice), event.claim))
+            self._levels.cancel_unknown(event.request, event.choices, event.claim)
         elif event.claim >= entry.claim and not entry.ended:
             self.counters["aborts_total"] += 1
             entry.claim = event.claim
@@ -211,60 +209,23 @@ class GatewayCore:
 
     # ---- streams --------------------------------------------------------------------------
 
-    def _open(
-        self, stream: StreamId, entry: Entry, cursors: list[int], include_events: bool
-    ) -> None:
+    def _open(self, event: Generate | Resume, entry: Entry, cursors: list[int]) -> None:
         self._table.stream_opened(entry)
-        entry.stream = stream
-        self._streams[stream] = Stream(
-            stream,
-            entry,
-            cursors,
-            include_events=include_events,
-            max_notices=self.config.max_notices,
-        )
-        # Accepted is always there to send, so this cannot reach the end of the stream.
-        self._pump_stream(self._streams[stream])
+        self._streams.open(event.stream, entry, cursors, include_events=event.include_events)
 
-    def _ready(self, stream_id: StreamId, now_ms: int) -> None:
-        stream = self._streams.get(stream_id)
-        if stream is not None:
-            stream.busy = False
-            self._pump(stream.entry, now_ms)
+    def _ready(self, stream: StreamId, now_ms: int) -> None:
+        entry = self._streams.written(stream)
+        if entry is not None:
+            self._pump(entry, now_ms)
 
-    def _closed(self, stream_id: StreamId, now_ms: int) -> None:
-        stream = self._streams.pop(stream_id, None)
-        if stream is not None:
-            stream.entry.stream = None
-            self._forget_all(self._table.stream_lost(stream.entry, now_ms))
-
-    def _pump(self, entry: Entry, now_ms: int) -> None:
-        """Hand the stream its next message, or its end, if it can take one."""
-        stream = None if entry.stream is None else self._streams[entry.stream]
-        if stream is not None and self._pump_stream(stream):
-            self._close(entry, entry.code, entry.message)
+    def _closed(self, stream: StreamId, now_ms: int) -> None:
+        entry = self._streams.lost(stream)
+        if entry is not None:
             self._forget_all(self._table.stream_lost(entry, now_ms))
 
-    def _pump_stream(self, stream: Stream) -> bool:
-        """Hand over the next message, if there is one; return whether all was sent."""
-        if stream.busy:
-            return False
-        message = stream.next_message(self.config.max_delta_tokens)
-        if message is None:
-            return all(stream.done)
-        stream.busy = True
-        self._effects.append(message)
-        return False
-
-    def _close(self, entry: Entry, code: Code, message: str) -> None:
-        """End the entry's stream. What becomes of the entry without one is the caller's to say."""
-        if entry.stream is not None:
-            del self._streams[entry.stream]
-            self._end_stream(entry.stream, code, message)
-            entry.stream = None
-
-    def _end_stream(self, stream: StreamId, code: Code, message: str) -> None:
-        self._effects.append(EndStream(stream, code, message))
+    def _pump(self, entry: Entry, now_ms: int) -> None:
+        if self._streams.pump(entry):
+            self._forget_all(self._table.stream_lost(entry, now_ms))
 
     # ---- workers --------------------------------------------------------------------------
 
@@ -274,7 +235,8 @@ class GatewayCore:
     def _quiet(self, seq: Seq, now_ms: int) -> bool:
         """Whether to leave a run of an unknown sequence unanswered: it may be wanted elsewhere."""
         young = now_ms - self._started_ms < self.config.startup_grace_ms
-        return self._cancels.get(seq) is None and (young or self._table.disowned(seq.request))
+        wanted = young or self._table.disowned(seq.request)
+        return wanted and not self._levels.is_cancelled(seq)
 
     def _attach(self, worker: WorkerRef, attach: Attach, now_ms: int) -> None:
         found = self._table.choice(attach.seq)
@@ -291,7 +253,7 @@ class GatewayCore:
             if choice.worker != worker:  # in place, the newer run has the older one's KV
                 self._drop_run(choice)
             choice.attached, choice.worker = attach.run, worker
-            self._sheet.touch(choice.seq)
+            self._levels.touch(choice.seq)
         elif attach.run < highest or choice.worker != worker:
             self._refuse(worker, attach, highest)
             return
@@ -336,11 +298,9 @@ class GatewayCore:
         entry, choice = found
         if choice.attached is None or notice.run > choice.attached:
             return
-        if choice.meter.notice_arrived(notice, now_ms) and entry.stream is not None:
-            stream = self._streams[entry.stream]
-            if stream.notices is not None:
-                stream.notices.append(notice)
-                self._pump(entry, now_ms)
+        if choice.meter.notice_arrived(notice, now_ms):
+            self._streams.notice(entry, notice)
+            self._pump(entry, now_ms)
 
     def _drop_run(self, choice: Choice) -> None:
         if choice.worker is not None and choice.attached is not None:
@@ -375,28 +335,23 @@ class GatewayCore:
     # ---- requests end ---------------------------------------------------------------------
 
     def _choice_ended(self, entry: Entry, choice: Choice, now_ms: int) -> None:
-        self._sheet.touch(choice.seq)
+        self._levels.touch(choice.seq)
         self._forget_all(self._table.choice_ended(entry, now_ms))
 
     def _cancel_entry(self, entry: Entry, reason: FinishReason, message: str, now_ms: int) -> None:
         for choice in entry.choices:
             if choice.finish is None:
-                self._cancel(entry.level(choice, cancelled=True))
+                self._levels.cancel(entry.level(choice, cancelled=True))
                 self._drop_run(choice)
                 choice.end(reason, message)
                 self._choice_ended(entry, choice, now_ms)
         self._pump(entry, now_ms)
 
-    def _cancel(self, level: RequestLevel) -> None:
-        self._sheet.touch(level.seq)
-        for seq in self._cancels.add(level):
-            self._sheet.touch(seq)
-
     def _forget(self, entry: Entry) -> None:
         """Drop the record of a request without a stream."""
         self._table.remove(entry)
         for choice in entry.choices:
-            self._sheet.touch(choice.seq)
+            self._levels.touch(choice.seq)
         self._effects.append(Forget(entry.record.request))
 
     def _forget_all(self, entries: list[Entry]) -> None:
@@ -411,7 +366,7 @@ class GatewayCore:
             self.counters["orphans_total"] += 1
             for choice in entry.choices:
                 if choice.finish is None:
-                    self._cancel(entry.level(choice, cancelled=True))
+                    self._levels.cancel(entry.level(choice, cancelled=True))
                     self._drop_run(choice)
             self._forget(entry)  # a client that comes back after all takes its request over anew
         self._forget_all(self._table.expired_finished(now_ms))
@@ -419,26 +374,20 @@ class GatewayCore:
     # ---- the controller -------------------------------------------------------------------
 
     def _report_answered(self, reply: ReportReply, now_ms: int) -> None:
-        if not self._sheet.answered(reply):
+        if not self._levels.answered(reply):
             return
-        if not reply.resync:
-            for seq in self._cancels.take_acknowledged(reply.number):
-                self._sheet.touch(seq)
         for disown in reply.disown:
             self._disown(disown, now_ms)
         for reject in reply.reject:
             self._reject(reject, now_ms)
 
     def _disown(self, disown: Disown, now_ms: int) -> None:
-        cancelled = self._cancels.get(disown.seq)
-        if cancelled is not None and cancelled.claim < disown.claim:
-            self._cancels.drop(disown.seq)
-            self._sheet.touch(disown.seq)
+        self._levels.disown(disown.seq, disown.claim)
         entry = self._table.get(disown.seq.request)
         if entry is None or entry.claim >= disown.claim:
             return
         self.counters["disowned_total"] += 1
-        self._close(entry, Code.ABORTED, "another gateway serves a newer attempt")
+        self._streams.close(entry, Code.ABORTED, "another gateway serves a newer attempt")
         self._forget(entry)
         self._table.disown(disown.seq.request, now_ms)
 
@@ -459,35 +408,6 @@ class GatewayCore:
                 choice.end(FinishReason.ERROR, entry.message)
                 self._choice_ended(entry, choice, now_ms)
         self._pump(entry, now_ms)
-
-    def _level(self, seq: Seq) -> RequestLevel | None:
-        found = self._table.choice(seq)
-        if found is not None and found[1].finish is None:
-            return found[0].level(found[1])
-        return self._cancels.get(seq)
-
-    def _levels(self) -> Iterator[RequestLevel]:
-        for entry, choice in self._table.live_choices():
-            yield entry.level(choice)
-        yield from self._cancels.levels()
-
-    def _report(self, now_ms: int) -> None:
-        if now_ms - self._refreshed_ms >= self.config.held_refresh_ms:
-            self._refreshed_ms = now_ms
-            for _, choice in self._table.live_choices():
-                if len(choice.tokens) != choice.reported_tokens:
-                    self._sheet.touch(choice.seq)
-        report = self._sheet.next_report(now_ms, self._level, self._levels)
-        if report is None:
-            return
-        for level in report.requests:
-            if level.cancelled:
-                self._cancels.reported(level.seq, report.number, anew=report.complete)
-            else:
-                found = self._table.choice(level.seq)
-                assert found is not None, f"{level.seq} is listed but not held"
-                found[1].reported_tokens = level.held_tokens
-        self._effects.append(Report(report))
 
     # ---- looking in -----------------------------------------------------------------------
 
@@ -510,55 +430,5 @@ class GatewayCore:
         """Raise AssertionError if an invariant does not hold."""
         assert not self._effects, "effects are handed out with the event that caused them"
         self._table.check()
-        self._sheet.check(self._level)
-        assert len(self._streams) <= self.config.max_streams
-        for stream_id, stream in self._streams.items():
-            assert stream.entry.stream == stream_id, f"stream {stream_id} was replaced"
-            assert self._table.get(stream.entry.record.request) is stream.entry
-            stream.check()
-        for level in self._cancels.levels():
-            found = self._table.choice(level.seq)
-            assert found is None or found[1].finish is not None, f"{level.seq} lives, cancelled"
-
-
-def _resume_refusal(event: Resume, entry: Entry | None) -> tuple[Code, str] | None:
-    """Why a Resume is refused for what it says; None if it may be served."""
-    sampling = event.record.sampling
-    if len(event.received) != sampling.n:
-        return Code.INVALID_ARGUMENT, f"progress of {len(event.received)} choices, n = {sampling.n}"
-    longest = max(len(received) for received in event.received)
-    if longest > sampling.max_tokens:
-        return (
-            Code.INVALID_ARGUMENT,
-            f"progress of {longest} tokens, max_tokens = {sampling.max_tokens}",
-        )
-    if entry is None:
-        return None
-    if not hmac.compare_digest(entry.resume_key.encode(), event.resume_key.encode()):
-        return Code.PERMISSION_DENIED, "the resume key is not this request's"
-    if event.claim < entry.claim:
-        return Code.ABORTED, f"attempt {event.claim} is older than attempt {entry.claim}"
-    if not _same_request(entry.record, event.record):
-        return Code.INVALID_ARGUMENT, "the request is not the one that was accepted under this id"
-    return None
-
-
-def _same_request(held: RequestRecord, said: RequestRecord) -> bool:
-    return held.prompt_ids == said.prompt_ids and held.sampling == said.sampling
-
-
-def _unknown_level(seq: Seq, claim: int) -> RequestLevel:
-    """The level of a sequence of which only its name is known: that it is cancelled."""
-    return RequestLevel(
-        seq=seq,
-        claim=claim,
-        cancelled=True,
-        prompt_tokens=0,
-        max_tokens=0,
-        held_tokens=0,
-        arrival_ms=0,
-        priority=0,
-        deadline_ms=None,
-        exact=False,
-        attached=None,
-    )
+        self._levels.check()
+        self._streams.check()

@@ -8,10 +8,11 @@ A choice's tokens and what is known of them::
 
 from __future__ import annotations
 
+import hmac
 from enum import Enum
 from itertools import islice
 
-from deepinfer.gateway.core.events import Code, Scan
+from deepinfer.gateway.core.events import Code, Resume, Scan
 from deepinfer.gateway.core.usage import Meter
 from deepinfer.kvstore.core.ids import Run, Seq, StreamId, WorkerRef
 from deepinfer.kvstore.core.messages import RequestLevel, Tokens
@@ -215,3 +216,29 @@ class Entry:
             exact=record.exact,
             attached=choice.attached if choice.worker is not None else None,
         )
+
+
+def resume_refusal(event: Resume, entry: Entry | None) -> tuple[Code, str] | None:
+    """Why a Resume is refused for what it says; None if it may be served."""
+    sampling = event.record.sampling
+    if len(event.received) != sampling.n:
+        return Code.INVALID_ARGUMENT, f"progress of {len(event.received)} choices, n = {sampling.n}"
+    longest = max(len(received) for received in event.received)
+    if longest > sampling.max_tokens:
+        return (
+            Code.INVALID_ARGUMENT,
+            f"progress of {longest} tokens, max_tokens = {sampling.max_tokens}",
+        )
+    if entry is None:
+        return None
+    if not hmac.compare_digest(entry.resume_key.encode(), event.resume_key.encode()):
+        return Code.PERMISSION_DENIED, "the resume key is not this request's"
+    if event.claim < entry.claim:
+        return Code.ABORTED, f"attempt {event.claim} is older than attempt {entry.claim}"
+    if not _same_request(entry.record, event.record):
+        return Code.INVALID_ARGUMENT, "the request is not the one that was accepted under this id"
+    return None
+
+
+def _same_request(held: RequestRecord, said: RequestRecord) -> bool:
+    return held.prompt_ids == said.prompt_ids and held.sampling == said.sampling

@@ -1,10 +1,12 @@
-"""A client's stream: a cursor over a record, with at most one message under way."""
+"""Clients' streams: cursors over records, each with at most one message under way."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
-from deepinfer.gateway.core.events import ToStream
+from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.gateway.core.events import Code, Effect, EndStream, ToStream
 from deepinfer.gateway.core.record import Entry
 from deepinfer.kvstore.core.ids import StreamId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
@@ -84,3 +86,84 @@ class Stream:
                 f"{choice.seq}: its end was sent before all of it"
             )
         assert self.busy or self.accepted, "an idle stream was told nothing"
+
+
+class Streams:
+    """The open streams, and what is to be written to them."""
+
+    def __init__(self, config: GatewayConfig, emit: Callable[[Effect], None]) -> None:
+        self._config = config
+        self._emit = emit
+        self._streams: dict[StreamId, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(
+        self, stream_id: StreamId, entry: Entry, cursors: list[int], *, include_events: bool
+    ) -> None:
+        """Open a stream of a record that has none; its ``Accepted`` is written at once."""
+        max_notices = self._config.max_notices
+        entry.stream = stream_id
+        self._streams[stream_id] = Stream(
+            stream_id, entry, cursors, include_events=include_events, max_notices=max_notices
+        )
+        self.pump(entry)
+
+    def refuse(self, stream_id: StreamId, code: Code, message: str) -> None:
+        """End a stream that was never opened."""
+        self._emit(EndStream(stream_id, code, message))
+
+    def written(self, stream_id: StreamId) -> Entry | None:
+        """The message under way was written; return the record to pump, if the stream is open."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return None
+        stream.busy = False
+        return stream.entry
+
+    def lost(self, stream_id: StreamId) -> Entry | None:
+        """The reader went away; return the record that has no stream any more."""
+        stream = self._streams.pop(stream_id, None)
+        if stream is None:
+            return None
+        stream.entry.stream = None
+        return stream.entry
+
+    def notice(self, entry: Entry, notice: Notice) -> None:
+        """Put a notice before what is written next, if the reader wants any."""
+        stream = None if entry.stream is None else self._streams[entry.stream]
+        if stream is not None and stream.notices is not None:
+            stream.notices.append(notice)
+
+    def pump(self, entry: Entry) -> bool:
+        """Hand over the next message, if there is one and the stream can take it.
+
+        Returns whether all was written: then the stream has ended.
+        """
+        stream = None if entry.stream is None else self._streams[entry.stream]
+        if stream is None or stream.busy:
+            return False
+        message = stream.next_message(self._config.max_delta_tokens)
+        if message is not None:
+            stream.busy = True
+            self._emit(message)
+            return False
+        if not all(stream.done):
+            return False
+        self.close(entry, entry.code, entry.message)
+        return True
+
+    def close(self, entry: Entry, code: Code, message: str) -> None:
+        """End a record's stream, if it has one."""
+        if entry.stream is not None:
+            del self._streams[entry.stream]
+            self._emit(EndStream(entry.stream, code, message))
+            entry.stream = None
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        assert len(self._streams) <= self._config.max_streams
+        for stream_id, stream in self._streams.items():
+            assert stream.entry.stream == stream_id, f"stream {stream_id} was replaced"
+            stream.check()

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.core.record import Choice, Entry
 from deepinfer.kvstore.core.ids import RequestId, Seq
-from deepinfer.kvstore.core.messages import RequestLevel
 
 
 class Shelf:
@@ -194,49 +193,3 @@ class RequestTable:
         assert len(self._finished) == len(self._finished_sizes) == finished
         assert self._finished_bytes == sum(self._finished_sizes.values())
         assert self._finished_bytes <= self._config.finished_bytes_max
-
-
-class Cancels:
-    """Sequences that are over and that the controller does not know to be over yet."""
-
-    def __init__(self, max_cancels: int) -> None:
-        self._max = max_cancels
-        self._levels: dict[Seq, RequestLevel] = {}
-        self._numbers: dict[Seq, int] = {}
-        """The report whose answer acknowledges each; absent before it was sent."""
-
-    def add(self, level: RequestLevel) -> list[Seq]:
-        """Keep a cancelled level; return those that had to make room."""
-        seq = level.seq
-        self.drop(seq)
-        self._levels[seq] = level
-        if len(self._levels) <= self._max:
-            return []
-        oldest = next(iter(self._levels))
-        self.drop(oldest)
-        return [oldest]
-
-    def get(self, seq: Seq) -> RequestLevel | None:
-        """The sequence's level, if it is kept."""
-        return self._levels.get(seq)
-
-    def levels(self) -> Iterator[RequestLevel]:
-        """All of them, oldest first."""
-        yield from self._levels.values()
-
-    def drop(self, seq: Seq) -> None:
-        """Forget a sequence."""
-        self._levels.pop(seq, None)
-        self._numbers.pop(seq, None)
-
-    def reported(self, seq: Seq, number: int, *, anew: bool) -> None:
-        """Report ``number`` states the sequence; ``anew``: the ones before may be lost."""
-        if anew or seq not in self._numbers:
-            self._numbers[seq] = number
-
-    def take_acknowledged(self, number: int) -> list[Seq]:
-        """Forget, and return, those that report ``number`` or one before it has stated."""
-        done = [seq for seq, stated in self._numbers.items() if stated <= number]
-        for seq in done:
-            self.drop(seq)
-        return done
