@@ -259,10 +259,11 @@ MUTANTS = (
     Mutant(
         "ticket_released_before_reload",
         "controller/core/reconcile.py",
-        "    return sequence.state is State.SWAPPING_IN and getattr"
-        '(place.order, "ticket", None) == ticket',
-        "    return False",
-        "the payload goes as soon as its worker has begun to load it",
+        "    if place.withdrawn or (not place.confirmed and place.order is not None):\n"
+        '        return getattr(place.order, "ticket", None) == ticket\n',
+        "    if place.withdrawn or (not place.confirmed and place.order is not None):\n"
+        "        return False\n",
+        "the payload goes as soon as somebody has been told to load it",
         "payload_outlives_its_reload",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.plan import FAULTS, draw
 from deepinfer.deploy.sim.world import World
 
-SEEDS = 300
+SEEDS = 200
 DIGEST = (
     "from deepinfer.deploy.sim.simulate import trace_digest as d; print(d(3), d(4), d(8), d(13))"
 )
@@ -70,7 +70,7 @@ def test_every_fault_is_drawn_and_can_be_done() -> None:
 def test_swaps_and_losses_are_frequent() -> None:
     """A simulation in which nothing happens would pass as well."""
     swaps = recomputed = takeovers = refused = 0
-    for seed in range(120):
+    for seed in range(80):
         world = simulate.run_seed(seed)
         for worker in world.workers.values():
             numbers = worker.core.snapshot()
@@ -78,7 +78,7 @@ def test_swaps_and_losses_are_frequent() -> None:
             recomputed += numbers["recomputed"]
             refused += numbers["orders_refused"]
         takeovers += sum(g.core.counters["takeovers_total"] for g in world.gateways.values())
-    assert swaps >= 30
+    assert swaps >= 40
     assert takeovers >= 20
     assert refused + recomputed >= 5
 

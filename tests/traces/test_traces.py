@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.deploy.sim.story import Story, StoryError, tell
+from deepinfer.deploy.sim.given import StoryError
+from deepinfer.deploy.sim.story import Story, tell
 
 STORIES = sorted(Path(__file__).parent.glob("*.story"))
 
