@@ -46,6 +46,10 @@ from deepinfer.proto import kvstore_pb2_grpc
 
 Path = Literal["auto", "memfd", "grpc"]
 
+_RECONNECT_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
 _RETRY_LOCAL_S = 5.0
 """How long a store without a same-node path here is not asked for one again."""
 _T = TypeVar("_T")
@@ -126,7 +130,7 @@ class StoreClient:
         self._executor: Executor = executor or self._own_executor  # type: ignore[assignment]
         self._on_map = on_map
         self._deadlines = deadlines or Deadlines()
-        options = list(CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS]
         self._channel = (
             grpc.aio.insecure_channel(address, options)
             if tls is None

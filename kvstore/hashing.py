@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import replace
 
 import xxhash
 
-from deepinfer.kvstore.core.manifest import Manifest
+from deepinfer.kvstore import wire
+from deepinfer.kvstore.core.manifest import Manifest, to_dict
 
 
 class GroupHasher:
@@ -41,8 +41,8 @@ class GroupHasher:
     def fill_in(self, manifest: Manifest) -> Manifest:
         """The manifest with what was hashed; every byte must have passed."""
         assert self.hashed_bytes == self._payload_bytes, (self.hashed_bytes, self._payload_bytes)
-        hashes = tuple(self.hashes)
-        return replace(manifest, group_hashes=hashes, payload_hash=hash_of_groups(hashes))
+        hashed = replace(manifest, group_hashes=tuple(self.hashes))
+        return replace(hashed, payload_hash=payload_hash(hashed))
 
     def agrees(self, manifest: Manifest) -> bool:
         """Whether every whole group so far is what the manifest says."""
@@ -53,13 +53,15 @@ class GroupHasher:
         return (
             self.hashed_bytes == manifest.payload_bytes
             and tuple(self.hashes) == manifest.group_hashes
-            and hash_of_groups(manifest.group_hashes) == manifest.payload_hash
+            and payload_hash(manifest) == manifest.payload_hash
         )
 
 
-def hash_of_groups(hashes: tuple[int, ...]) -> int:
-    """``payload_hash`` of ``group_hashes``."""
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(hashes)}Q", *hashes))
+def payload_hash(manifest: Manifest) -> int:
+    """``payload_hash`` as it should be, given the rest of the manifest."""
+    rest = to_dict(manifest)
+    del rest["payload_hash"]
+    return xxhash.xxh3_64_intdigest(wire.pack(rest))
 
 
 def matches(manifest: Manifest, pieces: Iterable[memoryview]) -> bool:

@@ -23,6 +23,8 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from deepinfer.kvstore import wire
@@ -204,15 +206,14 @@ class LocalServer:
                 body = BeginPut(
                     ticket, connection.peer.ref, size, True, self._runtime.core.incarnation
                 )
-                self._spawn(connection, self._begin_put(connection, call, body))
+                self._spawn(connection, partial(self._begin_put, connection, call, body))
             case "finish_put":
                 put = wire.put_from_list(frame.get("put"))
                 raw = frame.get("manifest")
                 if type(raw) is not bytes:
                     raise wire.WireError("manifest", type(raw).__name__, "bytes")
-                self._spawn(
-                    connection, self._finish_put(connection, _count(frame, "call"), put, raw)
-                )
+                call = _count(frame, "call")
+                self._spawn(connection, partial(self._finish_put, connection, call, put, raw))
             case "abort_put":
                 put = wire.put_from_list(frame.get("put"))
                 if connection.peer.puts.pop(put, None) is not None:
@@ -220,7 +221,8 @@ class LocalServer:
             case "begin_get":
                 ticket = wire.ticket_from_list(frame.get("ticket"))
                 call = _count(frame, "call")
-                self._spawn(connection, self._begin_get(connection, call, BeginGet(ticket)))
+                body_get = BeginGet(ticket)
+                self._spawn(connection, partial(self._begin_get, connection, call, body_get))
             case "end_get":
                 read = wire.read_from_list(frame.get("read"))
                 if read in connection.reads:
@@ -229,14 +231,14 @@ class LocalServer:
             case op:
                 raise FrameError(f"unknown op {op!r}")
 
-    def _spawn(self, connection: _Connection, work: Any) -> None:
+    def _spawn(self, connection: _Connection, work: Callable[[], Awaitable[None]]) -> None:
         task = asyncio.create_task(self._guarded(connection, work))
         connection.tasks.add(task)
         task.add_done_callback(connection.tasks.discard)
 
-    async def _guarded(self, connection: _Connection, work: Any) -> None:
+    async def _guarded(self, connection: _Connection, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except OSError:
             # Nobody to answer: end the connection, which its reader notices.
             with contextlib.suppress(OSError):
@@ -250,9 +252,8 @@ class LocalServer:
             nonlocal revoked
             revoked = True
             if grant is not None and grant.put is not None:
-                self._spawn(
-                    connection, connection.frames.send({"op": "revoke", "put": [*grant.put]})
-                )
+                frame: dict[str, object] = {"op": "revoke", "put": [*grant.put]}
+                self._spawn(connection, partial(connection.frames.send, frame))
 
         grant: PutGrant | None = None
         grant = await self._runtime.begin_put(body, revoke)

@@ -197,7 +197,7 @@ def unpack(raw: bytes | memoryview, *, bytes_max: int) -> Any:
             raw=False,
             strict_map_key=True,
             max_bin_len=bytes_max,
-            max_str_len=max(TEXT_MAX, ID_MAX),
+            max_str_len=4 * max(TEXT_MAX, ID_MAX),  # bytes of UTF-8
             max_map_len=64,
             max_array_len=bytes_max,
             max_ext_len=0,

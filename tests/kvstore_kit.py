@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
 from deepinfer.kvstore.actor import StoreActor, StoreSettings
-from deepinfer.kvstore.client import Into, Path, StoreClient
+from deepinfer.kvstore.client import Deadlines, Into, OnMap, Path, StoreClient
 from deepinfer.kvstore.core.config import StoreConfig
 from deepinfer.kvstore.core.ids import Incarnation, RequestId, Run, Seq, Ticket, WorkerId, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.states import State
+from deepinfer.kvstore.reporting import FindController
 
 TOKEN = "a token for tests"
 PAGE = 48 * 1024
@@ -68,8 +71,25 @@ class Store:
         self.address = address
         self.clients: list[StoreClient] = []
 
-    def client(self, path: Path, *, writer: WorkerRef = WRITER, token: str = TOKEN) -> StoreClient:
-        client = StoreClient(self.address, writer, token=token, path=path)
+    def client(
+        self,
+        path: Path,
+        *,
+        writer: WorkerRef = WRITER,
+        token: str = TOKEN,
+        executor: Executor | None = None,
+        on_map: OnMap | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> StoreClient:
+        client = StoreClient(
+            self.address,
+            writer,
+            token=token,
+            path=path,
+            executor=executor,
+            on_map=on_map,
+            deadlines=deadlines,
+        )
         self.clients.append(client)
         return client
 
@@ -83,6 +103,16 @@ class Store:
         assert numbers["puts"] == numbers["reads"] == 0, numbers
 
 
+async def until(store: Store, *, within_s: float = 5.0, **numbers: int) -> None:
+    """Wait until the store's numbers are these."""
+    async with asyncio.timeout(within_s):
+        while True:
+            now = await store.numbers()
+            if all(now[name] == value for name, value in numbers.items()):
+                return
+            await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def running_store(
     *,
@@ -90,6 +120,8 @@ async def running_store(
     page_bytes: int = PAGE,
     slab_bytes: int = 10 * PAGE,
     config: StoreConfig | None = None,
+    port: int = 0,
+    find_controller: FindController = no_controller,
 ) -> AsyncIterator[Store]:
     settings = StoreSettings(
         store="store-n",
@@ -97,10 +129,11 @@ async def running_store(
         budget_bytes=budget_bytes,
         page_bytes=page_bytes,
         slab_bytes=slab_bytes,
+        port=port,
         token=TOKEN,
         config=config or StoreConfig(),
     )
-    actor = StoreActor(settings, no_controller)
+    actor = StoreActor(settings, find_controller)
     store = Store(actor, await actor.address())
     try:
         yield store

@@ -4,8 +4,9 @@ The shell carries a manifest as a msgpack map of ``to_dict``; it caps the bytes 
 ``MANIFEST_BYTES_MAX`` before it decodes them, and ``from_dict`` trusts nothing in the result.
 
 Hashes are xxh3-64. The payload is hashed in groups of ``group_blocks`` blocks (the last one may be
-shorter), so that a chunk can be checked when it arrives; ``payload_hash`` is the hash of the group
-hashes, each as 8 little-endian bytes. One pass over the payload gives both.
+shorter), so that a chunk can be checked when it arrives; ``payload_hash`` is the hash of all the
+rest of the manifest as msgpack, group hashes and token ids included. One pass over the payload
+gives both, and no bit of either can change unseen.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Manifest:
     group_hashes: tuple[int, ...]
     """xxh3-64 of each group of ``group_blocks`` blocks."""
     payload_hash: int
-    """xxh3-64 of the group hashes."""
+    """xxh3-64 of the rest of the manifest."""
 
     def __post_init__(self) -> None:
         _need(self.version == VERSION, "version", self.version, f"{VERSION}")
@@ -254,7 +255,9 @@ def _text(raw: Mapping[object, object], name: str) -> str:
 
 def _state(raw: Mapping[object, object]) -> State:
     legal = {state.value: state for state in STATES}
-    return _typed(raw, "state", "prefill or decode", lambda v: legal.get(v) if v is not None else v)
+    return _typed(
+        raw, "state", "prefill or decode", lambda v: legal.get(v) if type(v) is str else None
+    )
 
 
 def _packed(raw: Mapping[object, object], name: str, code: str, count_max: int) -> tuple[int, ...]:

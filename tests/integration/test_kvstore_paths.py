@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from deepinfer.kvstore.client import Path, StoreClient
+from deepinfer.kvstore.core.config import StoreConfig
+from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
+from deepinfer.kvstore.core.manifest import Manifest
+from deepinfer.kvstore.core.messages import StoreStatus as S
 from kvstore_kit import (
     PAGE,
     TOKEN,
@@ -18,22 +26,18 @@ from kvstore_kit import (
     payload,
     running_store,
     ticket,
+    until,
 )
-
-from deepinfer.kvstore.client import Path, StoreClient
-from deepinfer.kvstore.core.config import StoreConfig
-from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
-from deepinfer.kvstore.core.messages import StoreStatus as S
 
 PATHS: tuple[Path, Path] = ("memfd", "grpc")
 either_path = pytest.mark.parametrize("path", PATHS)
 
 
-async def swap_out(client: StoreClient, number: int, blocks: int, *, seed: int = 0) -> None:
+async def swap_out(client: StoreClient, number: int, blocks: int, *, spare: int = 2) -> None:
     """Reserve, put and commit, each with success."""
     t = ticket(number)
-    assert (await client.reserve(t, (blocks + 2) * PAGE, epoch=1)).status is S.OK
-    put = await client.put(t, draft(t, blocks), payload(seed or number, blocks))
+    assert (await client.reserve(t, (blocks + spare) * PAGE, epoch=1)).status is S.OK
+    put = await client.put(t, draft(t, blocks), payload(number, blocks))
     assert put.status is S.OK, put
     assert (await client.commit(t)).status is S.OK
 
@@ -225,48 +229,35 @@ def test_an_old_controller_is_refused() -> None:
     asyncio.run(main())
 
 
-@either_path
-def test_a_reader_that_is_slow_keeps_its_pages(path: Path) -> None:
-    """The payload is released and its room wanted while it is being read."""
+def test_a_reader_that_is_slow_keeps_its_pages() -> None:
+    """The payload is released and its room wanted after the pages were lent, before the copy."""
 
     async def main() -> None:
         async with running_store(budget_bytes=4 * PAGE) as store:
-            client = store.client(path)
-            await swap_out(client, 1, 2)
-            kept: list[memoryview] = []
-            entered = asyncio.Event()
-            go_on = asyncio.Event()
-            loop = asyncio.get_running_loop()
+            with ThreadPoolExecutor(1) as executor:
+                client = store.client("memfd", executor=executor)
+                other = store.client("grpc")
+                await swap_out(client, 1, 2)
+                kept: list[memoryview] = []
+                lent, gate = asyncio.Event(), threading.Event()
 
-            # Hold the read where it has its pages and has copied nothing: in the executor.
-            hold = loop.create_future()
+                def into(manifest: Manifest) -> list[memoryview]:
+                    kept[:] = buffers(manifest)
+                    executor.submit(gate.wait, 10)  # the copy comes behind this
+                    lent.set()
+                    return kept
 
-            def into(manifest: object) -> list[memoryview]:
-                kept[:] = buffers(draft(ticket(1), 2))
-                entered.set()
-                return kept
-
-            import threading
-
-            gate = threading.Event()
-            blockers = [client._executor.submit(gate.wait) for _ in range(2)]
-            read = asyncio.create_task(client.get(ticket(1), into))
-            await entered.wait()
-            other = store.client("grpc")
-            assert (await other.release(ticket(1), epoch=1)).status is S.OK
-            numbers = await store.numbers()
-            if path == "memfd":
-                assert numbers["used_bytes"] == 2 * PAGE
-                assert (await other.reserve(ticket(2), 3 * PAGE, epoch=1)).status is S.OVER_BUDGET
-            gate.set()
-            del hold, go_on
-            got = await read
-            assert got.status is S.OK
-            assert kept == payload(1, 2)
-            for blocker in blockers:
-                blocker.result()
-            await asyncio.sleep(0.05)
-            await store.check_empty()
+                read = asyncio.create_task(client.get(ticket(1), into))
+                await lent.wait()
+                assert (await other.release(ticket(1), epoch=1)).status is S.OK
+                assert (await store.numbers())["used_bytes"] == 2 * PAGE
+                over = await other.reserve(ticket(2), 3 * PAGE, epoch=1)
+                assert over.status is S.OVER_BUDGET
+                await swap_out(other, 3, 2, spare=0)
+                gate.set()
+                assert (await read).status is S.OK
+                assert kept == payload(1, 2)
+                await until(store, used_bytes=2 * PAGE)
 
     asyncio.run(main())
 
