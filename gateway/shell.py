@@ -114,6 +114,7 @@ class Shell:
         self._scanner = Scanner(card.tokenizer)
         self._events: deque[Event] = deque()
         self._telling = False
+        self._bug: Exception | None = None
         self._streams: dict[StreamId, ClientStream] = {}
         self._last_stream = 0
         self._links: dict[WorkerRef, WorkerLink] = {}
@@ -146,14 +147,21 @@ class Shell:
                                 self._send_report(report)
                         case Forget(request):
                             self._scanner.forget(request)
+        except Exception as error:
+            # A core raises on bugs alone, and has then done half of something: see ``tick``.
+            self._bug = self._bug or error
+            raise
         finally:
             self._telling = False
 
     async def tick(self) -> None:
-        """Let time pass for the core, until cancelled."""
-        while True:
+        """Let time pass for the core, until cancelled; raises what the core has raised anywhere."""
+        while self._bug is None:
             await asyncio.sleep(TICK_S)
             self.tell(Tick())
+            if not self.core.live_requests:
+                self.core.check()
+        raise self._bug
 
     # ---- clients ---------------------------------------------------------------------------
 

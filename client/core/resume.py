@@ -63,8 +63,10 @@ class ClientConfig:
     """How long an attempt may go without ``Accepted`` before the next endpoint is tried."""
     backoff_first_ms: int = 50
     backoff_max_ms: int = 2_000
+    connect_give_up_ms: int = 15_000
+    """How long a request may go without being accepted before it fails."""
     give_up_ms: int = 60_000
-    """How long nothing at all may be heard of the request before it fails."""
+    """How long nothing new may be heard of an accepted request before it fails."""
     contradictions_max: int = 8
     """Streams in a row that contradict what is here, and bring nothing new, before it fails."""
     abort_attempts_max: int = 8
@@ -177,7 +179,9 @@ class ClientCore:
         if self._open:
             self._open = False
             self._effects.append(CloseStream(self._attempt))
-        if now_ms - self._progress_ms >= self.config.give_up_ms:
+        config = self.config
+        patience_ms = config.connect_give_up_ms if self._accepted is None else config.give_up_ms
+        if now_ms - self._progress_ms >= patience_ms:
             self._fail(Failure.UNAVAILABLE, code, detail)
             return
         self._endpoint = (self._endpoint + 1) % len(self._endpoints)

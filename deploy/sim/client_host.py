@@ -89,7 +89,12 @@ class ClientHost(Host):
         self.core = ClientCore(
             tuple(self.world.gateways),
             self.plan.choices,
-            ClientConfig(accept_timeout_ms=800, backoff_max_ms=500, give_up_ms=10 * FINISH_MS),
+            ClientConfig(
+                accept_timeout_ms=800,
+                backoff_max_ms=500,
+                connect_give_up_ms=10 * FINISH_MS,
+                give_up_ms=10 * FINISH_MS,
+            ),
         )
         self.drive(Start(self.engine.rng.random()))
         for after_ms in self.plan.cut_after_ms:
@@ -217,7 +222,7 @@ class ClientHost(Host):
         self.failure = effect
         excused = {
             Failure.ABORTED: self.aborted,
-            Failure.EXHAUSTED: self.world.may_refuse(self.plan),
+            Failure.EXHAUSTED: self.world.may_refuse(self.plan) or self.request is None,
             # One choice's refusal arrived, and the stream broke before its status did.
             Failure.FAILED: self.world.may_refuse(self.plan),
             Failure.UNAVAILABLE: self.request is None,

@@ -411,6 +411,11 @@ class GatewayCore:
 
     # ---- looking in -----------------------------------------------------------------------
 
+    @property
+    def live_requests(self) -> int:
+        """Requests that have not ended."""
+        return self._table.live
+
     def holds(self, request: RequestId) -> bool:
         """Whether there is a record of the request here."""
         return self._table.get(request) is not None

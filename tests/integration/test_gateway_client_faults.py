@@ -313,7 +313,7 @@ def test_another_client_may_take_a_request_over(live: Live) -> None:
 def test_nobody_there_is_unavailable_after_a_while(live: Live) -> None:
     async def test(world: World) -> None:
         await world.gateway.stop()
-        config = ClientConfig(give_up_ms=300)
+        config = ClientConfig(connect_give_up_ms=300)
         async with AsyncClient(world.gateway.address, token=TOKEN, config=config) as client:
             with pytest.raises(Unavailable):
                 await client.generate("x")

@@ -95,7 +95,9 @@ class World:
         self.lives = [1] * GATEWAYS
         self.gateways = [self.new_gateway(i) for i in range(GATEWAYS)]
         self.client = ClientCore(
-            tuple(map(str, range(GATEWAYS))), 1, ClientConfig(give_up_ms=10**9)
+            tuple(map(str, range(GATEWAYS))),
+            1,
+            ClientConfig(connect_give_up_ms=10**9, give_up_ms=10**9),
         )
         self.links: dict[int, Link] = {}
         self.streams = 0

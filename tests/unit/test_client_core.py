@@ -128,6 +128,14 @@ def test_it_gives_up_when_nothing_was_heard_for_long() -> None:
     assert bench.tell(StreamEnded(2, "UNAVAILABLE", "gone for good")) == [fail]
 
 
+def test_a_request_that_nobody_accepts_fails_sooner() -> None:
+    bench = Bench(connect_give_up_ms=300)
+    bench.tell(Start())
+    bench.now_ms = 300
+    fail = Fail(Failure.UNAVAILABLE, "UNAVAILABLE", "nobody")
+    assert bench.tell(StreamEnded(1, "UNAVAILABLE", "nobody")) == [fail]
+
+
 def test_a_silent_attempt_is_left() -> None:
     bench = Bench(accept_timeout_ms=500)
     bench.tell(Start())
