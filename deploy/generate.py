@@ -16,14 +16,17 @@ from deepinfer.deploy.models import resolve_model
 
 def get_model(name: str, *, console: Console) -> Path:
     """Resolve ``name`` to a path, fetching it with a progress bar if it is not cached."""
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console
-    ) as bar:
-        task = bar.add_task(f"model {name}", total=None)
-        return resolve_model(
-            name,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console)
+    task = bar.add_task(f"fetching model {name}", total=None)
+
+    def show(done: int, total: int | None) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        return resolve_model(name, progress=show)
+    finally:
+        bar.stop()
 
 
 def stream_one(

@@ -208,33 +208,25 @@ def _summary(done: list[Round]) -> dict[str, Any]:
 
 
 def _table(results: dict[str, list[Round]]) -> Table:
-    table = Table(title="forced swap, medians")
-    columns = (
-        "dtype",
-        "completed",
-        "right",
-        "swaps",
-        "resumes",
-        "KiB",
-        "copy out ms",
-        "copy in ms",
-    )
-    for name in (*columns, "stall ms", "TTFT ms 1st, 2nd", "TPOT ms 1st, 2nd"):
-        table.add_column(name, justify="right")
+    table = Table(title="forced swap: medians, times in ms", padding=(0, 1, 0, 0))
+    table.add_column("dtype", no_wrap=True)
+    columns = ("done", "right", "swaps", "resumes", "KiB", "out", "in", "stall", "TTFT", "TPOT")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     for dtype, done in results.items():
         s = _summary(done)
         table.add_row(
             dtype,
-            f"{s['completed']} of {s['requests']}",
-            str(s["right"]),
+            f"{s['completed']}/{s['requests']}",
+            f"{s['right']}/{s['requests']}",
             str(s["swaps"]),
             str(s["resumes"]),
             f"{s['payload_bytes_median'] / 1024:.0f}",
-            f"{s['offload_copy_ms_median']:.2f}",
-            f"{s['reload_copy_ms_median']:.2f}",
+            f"{s['offload_copy_ms_median']:.1f}",
+            f"{s['reload_copy_ms_median']:.1f}",
             f"{s['stall_ms_median']:.0f}",
-            ", ".join(f"{t:.0f}" for t in s["ttft_ms_median"]),
-            ", ".join(f"{t:.1f}" for t in s["tpot_ms_median"]),
+            " ".join(f"{t:.0f}" for t in s["ttft_ms_median"]),
+            " ".join(f"{t:.0f}" for t in s["tpot_ms_median"]),
         )
     return table
 
