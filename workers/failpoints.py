@@ -2,17 +2,24 @@
 
 A process started with ``DEEPINFER_FAILPOINT=<name>`` or ``<name>:<n>`` and
 ``DEEPINFER_FAILPOINT_FILE=<path>`` parks for ever the n-th time (1 if not given) it reaches the
-place, after it has written its process id to the file. Without these two nothing happens.
+place, after it has written its process id to the file.
+
+With ``DEEPINFER_FAILPOINT_FOLDER=<path>`` a place can be chosen while processes run: the first
+process to reach a place whose name is a file in that folder takes the file, by renaming it to
+``<name>.<process id>``, and parks. So one file stops one process, and its successor runs on.
+
+Without these variables nothing happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NoReturn, get_args
 
 Place = Literal[
     "mid_prefill",
@@ -26,13 +33,18 @@ Place = Literal[
 PLACES: Final[tuple[str, ...]] = get_args(Place)
 POINT_VARIABLE: Final = "DEEPINFER_FAILPOINT"
 FILE_VARIABLE: Final = "DEEPINFER_FAILPOINT_FILE"
+FOLDER_VARIABLE: Final = "DEEPINFER_FAILPOINT_FOLDER"
 
 
 class Failpoints:
     """Counts arrivals at one named place and parks at the chosen one. Any thread may call."""
 
     def __init__(
-        self, place: str | None = None, arrival: int = 1, file: Path | None = None
+        self,
+        place: str | None = None,
+        arrival: int = 1,
+        file: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         if place is not None and place not in PLACES:
             raise ValueError(f"{POINT_VARIABLE} = {place!r}: must be one of {', '.join(PLACES)}")
@@ -43,23 +55,28 @@ class Failpoints:
         self._place = place
         self._arrival = arrival
         self._file = file
+        self._folder = folder
         self._seen = 0
         self._lock = threading.Lock()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Failpoints:
-        """Read the two variables. Raises ValueError naming one that has no meaning."""
+        """Read the variables. Raises ValueError naming one that has no meaning."""
         text = environment.get(POINT_VARIABLE)
         file = environment.get(FILE_VARIABLE)
+        named = environment.get(FOLDER_VARIABLE)
+        folder = Path(named) if named else None
         if not text:
-            return cls(None, 1, Path(file) if file else None)
+            return cls(None, 1, Path(file) if file else None, folder)
         place, _, number = text.partition(":")
         if number and not number.isdecimal():
             raise ValueError(f"{POINT_VARIABLE} = {text!r}: must be <place> or <place>:<number>")
-        return cls(place, int(number or 1), Path(file) if file else None)
+        return cls(place, int(number or 1), Path(file) if file else None, folder)
 
     def hit(self, place: Place) -> None:
-        """Say that the calling thread is at ``place``; returns unless it is the chosen arrival."""
+        """Say that the calling thread is at ``place``; returns unless it is to park there."""
+        if self._folder is not None and _take(self._folder / place):
+            _park()
         if place != self._place:
             return
         with self._lock:
@@ -67,8 +84,7 @@ class Failpoints:
             if self._seen != self._arrival:
                 return
         self._announce()
-        while True:
-            time.sleep(3600)
+        _park()
 
     def _announce(self) -> None:
         assert self._file is not None
@@ -76,3 +92,16 @@ class Failpoints:
         part = self._file.with_suffix(f".{os.getpid()}")
         part.write_text(f"{os.getpid()}\n")
         part.rename(self._file)
+
+
+def _take(chosen: Path) -> bool:
+    """Take the file that chooses a place; False if there is none, or another process was first."""
+    with contextlib.suppress(FileNotFoundError):
+        chosen.rename(chosen.with_name(f"{chosen.name}.{os.getpid()}"))
+        return True
+    return False
+
+
+def _park() -> NoReturn:
+    while True:
+        time.sleep(3600)

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.workers.failpoints import FILE_VARIABLE, POINT_VARIABLE, Failpoints
+from deepinfer.workers.failpoints import (
+    FILE_VARIABLE,
+    FOLDER_VARIABLE,
+    POINT_VARIABLE,
+    Failpoints,
+)
 
 
 def test_without_variables_nothing_happens() -> None:
@@ -58,3 +63,49 @@ def test_the_chosen_arrival_parks_after_it_has_told_its_process_id(tmp_path: Pat
             child.kill()
         assert child.stdout is not None
         assert child.stdout.read().split() == ["mid_copy", "mid_fetch"]
+
+
+def test_a_file_in_the_folder_parks_the_first_process_that_comes(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from deepinfer.workers.failpoints import Failpoints\n"
+        "points = Failpoints.from_environment()\n"
+        "for place in sys.stdin:\n"
+        "    points.hit(place.strip())\n"
+        "    print(place, end='', flush=True)\n"
+    )
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, FOLDER_VARIABLE: str(tmp_path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def passes(child: subprocess.Popen[str], place: str) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(f"{place}\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == f"{place}\n"
+
+    with start() as first, start() as second:
+        try:
+            passes(first, "mid_copy")
+            (tmp_path / "mid_copy").touch()
+            passes(first, "mid_fetch")
+            assert first.stdin is not None
+            first.stdin.write("mid_copy\n")
+            first.stdin.flush()
+            deadline = time.monotonic() + 30
+            while not (tmp_path / f"mid_copy.{first.pid}").exists():
+                assert first.poll() is None, "it ended"
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert not (tmp_path / "mid_copy").exists()
+            passes(second, "mid_copy")
+        finally:
+            first.kill()
+            second.kill()
