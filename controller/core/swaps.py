@@ -37,19 +37,14 @@ def can_swap(world: World, worker: Worker) -> bool:
 def movable(worker: Worker, sequence: Sequence) -> bool:
     """Whether the sequence's current run is on this worker, with nothing else in hand."""
     place = sequence.place
-    level = sequence.residents.get(worker.id)
-    return (
-        place is not None
-        and level is not None
-        and level.run == place.run
-        and place.confirmed
-        and not place.withdrawn
-        and place.worker == worker.ref
-        and (level.state is State.DECODE or level.state is State.PREFILL)
-        and sequence.swap is None
-        and sequence.preempt is None
-        and sequence.live
-    )
+    if place is None or not place.confirmed or place.withdrawn or sequence.level is None:
+        return False
+    if sequence.swap is not None or sequence.preempt is not None or place.worker != worker.ref:
+        return False
+    level = worker.residents.get(sequence.seq)
+    if level is None or level.run != place.run:
+        return False
+    return level.state is State.DECODE or level.state is State.PREFILL
 
 
 def candidates(world: World, worker: Worker) -> list[Candidate]:
@@ -57,19 +52,17 @@ def candidates(world: World, worker: Worker) -> list[Candidate]:
     found = []
     sequences = world.sequences
     residency = world.config.min_residency_tokens
-    ref = worker.ref
+    block_size = worker.block_size
     for seq, private_blocks, tokens, last_step, advanced in worker.usage:
         sequence = sequences.get(seq)
-        if sequence is None or tokens <= 0:
+        if sequence is None or tokens <= 0 or not movable(worker, sequence):
             continue
         place, level = sequence.place, sequence.level
-        if place is None or level is None or place.worker != ref:
-            continue
-        if not movable(worker, sequence):
-            continue
+        assert place is not None
+        assert level is not None
         gain = worker.full_blocks.get(seq, 0) if world.reserve_full else private_blocks
         if gain > 0:
-            copy = blocks_for(tokens, worker.block_size)
+            copy = -(-tokens // block_size)
             protected = place.protected and advanced < residency
             found.append(Candidate(seq, level.arrival_ms, last_step, gain, copy, protected))
     return found

@@ -23,7 +23,7 @@ from deepinfer.deploy.bench.results import percentile, write_result
 EVENTS_A_SECOND_REQUIRED = 20_000
 WORKERS, REQUESTS = 1_000, 20_000
 REQUESTS_A_WORKER = REQUESTS // WORKERS
-POOL_BLOCKS = 560
+POOL_BLOCKS = 600
 """Blocks a worker: at 20 requests a worker about a fifth of them wait or are swapped out."""
 WORKERS_SWEEP = (10, 30, 100, 300, 1_000, 2_000)
 REQUESTS_SWEEP = (200, 2_000, 6_000, 20_000, 40_000)
