@@ -81,6 +81,8 @@ def plan_of(given: list[str]) -> Plan:
         prefix_cache=False,
         report_ms=100,
         clock_skew_ms=0,
+        tight=False,
+        late_start_ms=0,
         noisy=False,
         check_always=True,
     )

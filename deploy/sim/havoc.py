@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepinfer.controller.core.events import GatewayGone, StoreGone, WorkerGone
+from deepinfer.controller.core.events import Drain, GatewayGone, StoreGone, WorkerGone
 from deepinfer.deploy.sim.controller_host import ControllerHost
 from deepinfer.deploy.sim.engine import Act
 from deepinfer.deploy.sim.gateway_host import GatewayHost
 from deepinfer.deploy.sim.host import Host
 from deepinfer.deploy.sim.store_host import StoreHost
 from deepinfer.deploy.sim.worker_host import WorkerHost
-from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StoreId
+from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StoreId, WorkerId
 from deepinfer.workers.core.events import StartDrain
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class Havoc:
 
     def kill_store(self) -> None:
         """SIGKILL a store: its payloads are gone."""
-        self._kill_and_restart(self._pick(list(self._world.stores.values())))
+        store = self._store()
+        if store is not None:
+            self._kill_and_restart(store)
 
     def kill_gateway(self) -> None:
         """SIGKILL a gateway: its records are gone."""
@@ -153,11 +155,16 @@ class Havoc:
 
     def stop_store(self) -> None:
         """SIGSTOP a store for a while."""
-        self.stop(self._pick(list(self._world.stores.values())), 800)
+        self._stop_store(800)
 
     def stop_store_long(self) -> None:
         """SIGSTOP a store beyond every deadline."""
-        self.stop(self._pick(list(self._world.stores.values())), LONG_MS)
+        self._stop_store(LONG_MS)
+
+    def _stop_store(self, longest_ms: int) -> None:
+        store = self._store()
+        if store is not None:
+            self.stop(store, longest_ms)
 
     def stop_gateway(self) -> None:
         """SIGSTOP a gateway for a while."""
@@ -204,9 +211,9 @@ class Havoc:
 
     def rot(self) -> None:
         """A bit flips in a store's memory."""
-        store = self._pick(list(self._world.stores.values()))
-        pages = sorted(store.slab)
-        if pages:
+        store = self._store()
+        pages = [] if store is None else sorted(store.slab)
+        if store is not None and pages:
             self.rot_page(store, self._pick(pages))
 
     def rot_page(self, store: StoreHost, page: int) -> None:
@@ -223,8 +230,10 @@ class Havoc:
             self._later(2000, self._replaced, worker, worker.life)
 
     def drain(self, worker: WorkerHost) -> None:
-        """A worker is told to drain."""
+        """A worker is told to drain, and now and then the controller too."""
         worker.take(worker.life, worker.drive, (StartDrain(),))
+        if self._world.engine.rng.random() < 0.5:
+            self._tell_controller(Drain(WorkerId(worker.name)))
 
     def _replaced(self, worker: WorkerHost, life: int) -> None:
         if worker.up and worker.life == life:
@@ -246,6 +255,10 @@ class Havoc:
 
     def _pick(self, among: Sequence[T]) -> T:
         return among[self._world.engine.rng.randrange(len(among))]
+
+    def _store(self) -> StoreHost | None:
+        stores = list(self._world.stores.values())
+        return self._pick(stores) if stores else None
 
     def _later(self, longest_ms: int, act: Act, *args: Any) -> None:
         delay = self._world.engine.rng.randrange(1, longest_ms + 1)

@@ -106,6 +106,10 @@ class Plan:
     report_ms: int
     clock_skew_ms: int
     """How far a process's clock may be ahead."""
+    tight: bool
+    """Whether everything that remembers or queues does so for as few as it can."""
+    late_start_ms: int
+    """The longest that a worker, store or gateway may take to come up at first."""
     noisy: bool
     """Whether computing a token twice may give two different tokens."""
     check_always: bool
@@ -164,7 +168,7 @@ def draw(seed: int) -> Plan:
             budget_blocks=rng.choice((0, 4, 12, 64, 64, 64, 64)),
             tickets_max=rng.choice((1, 3, 64, 64, 64, 64)),
         )
-        for i in range(rng.choice((1, 1, 2)))
+        for i in range(rng.choice((1, 1, 1, 2, 2, 0)))
     )
     busy_ms = rng.choice((1, 50, 200))
     clients = tuple(
@@ -199,6 +203,8 @@ def draw(seed: int) -> Plan:
         prefix_cache=rng.random() < 0.7,
         clock_skew_ms=rng.choice((0, 0, 50, 1000)),
         report_ms=rng.choice((50, 100)),
+        tight=rng.random() < 0.25,
+        late_start_ms=rng.choice((0, 0, 0, 1500)),
         noisy=rng.random() < 0.5,
         check_always=seed % 8 == 0,
     )

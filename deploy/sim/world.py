@@ -93,12 +93,15 @@ class World:
             commit_timeout_ms=500,
             resolve_timeout_ms=900,
             fetch_timeout_ms=1500,
+            ended_max=1 if self.plan.tight else 1024,
         )
 
     def store_config(self, plan: StorePlan) -> StoreConfig:
         """Configuration of one store."""
         return StoreConfig(
             tickets_max=plan.tickets_max,
+            sealed_max=1 if self.plan.tight else 1024,
+            writers_max=1 if self.plan.tight else 1024,
             reservation_ms=3000,
             dma_grace_ms=300,
             report_interval_ms=self.plan.report_ms,
@@ -112,6 +115,11 @@ class World:
             report_interval_ms=self.plan.report_ms,
             report_timeout_ms=400,
             held_refresh_ms=400,
+            max_live_requests=2 if self.plan.tight else 64,
+            max_delta_tokens=1 if self.plan.tight else 256,
+            max_notices=1 if self.plan.tight else 64,
+            max_cancels=1 if self.plan.tight else 64,
+            finished_keep_ms=200 if self.plan.tight else 60_000,
         )
 
     # ---- what everyone may know ----
@@ -152,8 +160,12 @@ class World:
     def start(self) -> None:
         """Start every process; clients come when they planned to."""
         self.controller.start()
+        late_ms = self.plan.late_start_ms
         for host in (*self.workers.values(), *self.stores.values(), *self.gateways.values()):
-            host.start()
+            if late_ms:
+                self.engine.after(self.engine.rng.randrange(late_ms), self.havoc.restart, host)
+            else:
+                host.start()
         for client in self.clients.values():
             self.engine.after(client.plan.arrival_ms, client.start)
         self._saboteur.start()

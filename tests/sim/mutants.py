@@ -79,6 +79,7 @@ MUTANTS = (
         "if said.run < choice.attached or worker != choice.worker:",
         "if said.run < Run(0, 0):",
         "tokens of a run that has been replaced are taken",
+        "hole_replaced_run_speaks",
     ),
     Mutant(
         "free_before_commit",
