@@ -122,7 +122,7 @@ class Choice:
     def hold(self, received: tuple[int, ...], record: RequestRecord) -> None:
         """Take what a client has for the truth, and its end too if these are all there will be."""
         self.tokens = [Token(token_id) for token_id in received]
-        self.sent = held = len(received)
+        held = len(received)
         if held == 0:
             return
         if received[-1] in record.stop_token_ids and held >= record.sampling.min_tokens:

@@ -340,6 +340,9 @@ def test_a_lost_report_is_followed_by_a_complete_one(how: str) -> None:
     late = ReportReply(epoch=1, number=lost.number, resync=False)
     bench.tell(ReportAnswered(late))
     assert bench.reports() == []
+    bench.tell(ReportLinkUp())  # the cancel is still unanswered
+    (report,) = bench.reports()
+    assert [(v.seq, v.cancelled) for v in report.requests] == [(SEQ, True)]
     bench.tell(ReportAnswered(replace(late, number=report.number)))
     assert [r.gone for r in bench.reports()] == [(SEQ,)]
 
