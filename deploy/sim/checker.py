@@ -160,3 +160,9 @@ class History:
             raise ViolationError(
                 f"{client}: {seq} ended as {reason.value} after {told.tokens}, due is {due}"
             )
+
+    def succeeded(self, client: str, request: RequestId) -> None:
+        """The client's caller was told that this was all of it."""
+        for seq in self._records[request].seqs():
+            if self._known(client, seq).finish is None:
+                raise ViolationError(f"{client}: succeeded before {seq} had ended")

@@ -216,6 +216,8 @@ class ClientHost(Host):
     def _succeed(self, effect: Succeed) -> None:
         self._end()
         self.succeeded = True
+        assert self.request is not None, "succeeded without a request"
+        self.world.history.succeeded(self.name, self.request)
 
     def _fail(self, effect: Fail) -> None:
         self._end()

@@ -183,6 +183,14 @@ MUTANTS = (
         "store_refuses_wrong_bytes",
     ),
     Mutant(
+        "numbers_without_an_epoch",
+        "controller/core/world.py",
+        "return Run(self.epoch, self._counter)",
+        "return Run(1, self._counter)",
+        "a restarted controller mints the same numbers again",
+        "hole_ticket_minted_twice",
+    ),
+    Mutant(
         "garbage_before_all_have_reported",
         "controller/core/reconcile.py",
         "if ticket.order.epoch != world.epoch and not world.all_reported:",
