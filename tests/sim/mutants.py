@@ -1,9 +1,9 @@
 """Planted bugs: each a patch to a production file that the stories or the simulator must catch.
 
-``python tests/sim/mutants.py [NAME ...]`` runs all of them, or those named: each in a copy of the
-five cores and the simulator, first the stories (those named by the mutant, then the others), then
-seeds, until something fails. A mutant that survives, or a patch that no longer fits its file, is an
-error.
+``python tests/sim/mutants.py [--seeds-only] [NAME ...]`` runs all of them, or those named: each in
+a copy of the five cores and the simulator, first the story that is written against it (all of them
+if none is; none at all with ``--seeds-only``), then seeds, until something fails. A mutant that
+survives, or a patch that no longer fits its file, is an error.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ MUTANTS = (
         "        self._blocks.pin(blocks)\n",
         "        self._pinned[key] = []\n",
         "blocks are used again while a copy reads or writes them",
+        "abort_while_swapping_in",
     ),
     Mutant(
         "step_blocks_are_not_pinned",
@@ -110,6 +111,7 @@ MUTANTS = (
         "        if resident.in_step:\n            self.blocks.pin(freed)\n",
         "        if resident.in_step and not freed:\n            self.blocks.pin(freed)\n",
         "blocks are used again while a step writes them",
+        "abort_during_a_step",
     ),
     Mutant(
         "payload_adopted_under_other_tokens",
@@ -311,18 +313,19 @@ def copy_cores(target: Path) -> None:
     (package / "deploy" / "__init__.py").touch()
 
 
-def hunt(mutant: Mutant, *, seeds: int = SEEDS, all_stories: bool = True) -> str | None:
+def hunt(mutant: Mutant, *, seeds: int = SEEDS, stories: bool = True) -> str | None:
     """Plant the mutant in a copy and return what caught it, or None if it survived."""
     text = (ROOT / mutant.file).read_text()
     if text.count(mutant.old) != 1:
         raise ValueError(f"{mutant.name}: its text occurs {text.count(mutant.old)} times")
-    named = [STORIES / f"{mutant.story}.story"] if mutant.story is not None else []
-    others = sorted(STORIES.glob("*.story")) if all_stories and mutant.story is None else []
+    told: list[Path] = []
+    if stories:
+        told = sorted(STORIES.glob(f"{mutant.story or '*'}.story"))
     with tempfile.TemporaryDirectory() as folder:
         copy_cores(Path(folder))
         (Path(folder) / "deepinfer" / mutant.file).write_text(text.replace(mutant.old, mutant.new))
         done = subprocess.run(
-            [sys.executable, "-c", _HUNT, str(seeds), *map(str, [*named, *others])],
+            [sys.executable, "-c", _HUNT, str(seeds), *map(str, told)],
             env={"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
@@ -334,13 +337,15 @@ def hunt(mutant: Mutant, *, seeds: int = SEEDS, all_stories: bool = True) -> str
     return done.stdout.strip() or None
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Hunt every mutant, or those named; return how many survived."""
+    stories = "--seeds-only" not in arguments
+    names = [argument for argument in arguments if argument != "--seeds-only"]
     survivors = 0
     for mutant in MUTANTS:
         if names and mutant.name not in names:
             continue
-        caught = hunt(mutant)
+        caught = hunt(mutant, stories=stories)
         survivors += caught is None
         sys.stdout.write(f"{mutant.name:40s} {caught or 'SURVIVED'}\n")
         sys.stdout.flush()

@@ -28,7 +28,7 @@ def test_every_mutant_fits_its_file() -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_mutant_is_caught(name: str) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
-    assert hunt(mutant, seeds=200, all_stories=False) is not None
+    assert hunt(mutant, seeds=200) is not None
 
 
 @pytest.mark.slow
