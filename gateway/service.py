@@ -5,7 +5,7 @@ Handlers translate, tell the shell, and write what it hands them. Errors:
 ===================  =======================================================================
 UNAUTHENTICATED      no bearer token, or a wrong one (``auth.RequireToken``)
 PERMISSION_DENIED    the resume key does not belong to the request id
-INVALID_ARGUMENT     a field is out of range; ``google.rpc.BadRequest`` names it
+INVALID_ARGUMENT     a field is out of range, ``google.rpc.BadRequest`` names it; or no protobuf
 NOT_FOUND            another model is served
 RESOURCE_EXHAUSTED   a bound of this gateway, or no pool could ever hold the request
 UNAVAILABLE          the gateway is full (to a Resume), is stopping, or reaches no controller
@@ -34,6 +34,7 @@ from deepinfer.gateway.auth import RequireToken
 from deepinfer.gateway.core.events import AbortRequest, Code, EndStream, StreamReady, ToStream
 from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
+from deepinfer.gateway.malformed import RefuseMalformed
 from deepinfer.gateway.shell import ClientStream, Shell, WorkerLink
 from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
@@ -261,7 +262,9 @@ class WorkerLinkService(link_pb2_grpc.WorkerLinkServicer):
 
 def build_server(shell: Shell, *, token: str, secret: bytes, status: Status) -> grpc.aio.Server:
     """A server with both services, every call of which needs the token; not bound, not started."""
-    server = grpc.aio.server(interceptors=[RequireToken(token)], options=SERVER_OPTIONS)
+    server = grpc.aio.server(
+        interceptors=[RequireToken(token), RefuseMalformed()], options=SERVER_OPTIONS
+    )
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceService(shell, secret, status), server
     )

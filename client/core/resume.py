@@ -70,6 +70,8 @@ class ClientConfig:
     contradictions_max: int = 8
     """Streams in a row that contradict what is here, and bring nothing new, before it fails."""
     abort_attempts_max: int = 8
+    abort_accept_ms: int = 2_000
+    """How long an abort waits for ``Accepted``, without which there is no id to abort."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -141,9 +143,12 @@ class ClientCore:
                 case StreamEnded(attempt, code, detail, jitter):
                     if attempt == self._attempt and self._open:
                         self._open = False
-                        self._ended(code, detail, now_ms, jitter)
+                        if self._aborting:
+                            self._unaccepted()
+                        else:
+                            self._ended(code, detail, now_ms, jitter)
                 case AbortRequested():
-                    self._abort()
+                    self._abort(now_ms)
                 case AbortAnswered(attempt, ok, jitter):
                     if attempt == self._attempt and self._aborting:
                         self._abort_answered(ok, now_ms, jitter)
@@ -176,9 +181,7 @@ class ClientCore:
 
     def _again(self, code: str, detail: str, now_ms: int, jitter: float) -> None:
         """Make another attempt: at the next endpoint, after a wait that doubles each time."""
-        if self._open:
-            self._open = False
-            self._effects.append(CloseStream(self._attempt))
+        self._close_stream()
         config = self.config
         patience_ms = config.connect_give_up_ms if self._accepted is None else config.give_up_ms
         if now_ms - self._progress_ms >= patience_ms:
@@ -202,7 +205,10 @@ class ClientCore:
                 self._open_next(now_ms)
         elif self._open and not self._heard:
             waited_ms = now_ms - self._opened_ms
-            if waited_ms >= self.config.accept_timeout_ms:
+            if self._aborting:
+                if waited_ms >= self.config.abort_accept_ms:
+                    self._unaccepted()
+            elif waited_ms >= self.config.accept_timeout_ms:
                 endpoint = self._endpoints[self._endpoint]
                 self._again("UNAVAILABLE", f"{endpoint}: silent for {waited_ms} ms", now_ms, jitter)
             else:
@@ -237,6 +243,9 @@ class ClientCore:
                     self._accepted = message
                     self._progressed(now_ms)
                     self._effects.append(Deliver(message))
+                    if self._aborting:
+                        self._close_stream()
+                        self._send_abort()
                 elif message.request != self._accepted.request:
                     self._contradiction(f"{message.request} answers for another request", now_ms)
             case Delta():
@@ -258,8 +267,7 @@ class ClientCore:
         if self._contradictions < self.config.contradictions_max:
             self._again("INTERNAL", detail, now_ms, 0.0)
         else:
-            self._open = False
-            self._effects.append(CloseStream(self._attempt))
+            self._close_stream()
             self._fail(Failure.PROTOCOL, "INTERNAL", detail)
 
     def _choice_is_known(self, choice: int) -> bool:
@@ -308,18 +316,29 @@ class ClientCore:
 
     # ---- aborting -------------------------------------------------------------------------
 
-    def _abort(self) -> None:
+    def _abort(self, now_ms: int) -> None:
         if self._aborting:
             return
+        self._aborting = True
+        self._retry_ms = None
+        if self._accepted is not None:
+            self._close_stream()
+            self._send_abort()
+        elif self._open:  # a gateway may have accepted it already: wait for the id
+            self._opened_ms = now_ms
+            self._effects.append(Wait(now_ms + self.config.abort_accept_ms))
+        else:
+            self._unaccepted()
+
+    def _close_stream(self) -> None:
         if self._open:
             self._open = False
             self._effects.append(CloseStream(self._attempt))
-        self._retry_ms = None
-        if self._accepted is None:  # nobody was promised anything; an orphan ends by itself
-            self._fail(Failure.ABORTED, "CANCELLED", "aborted before it was accepted")
-            return
-        self._aborting = True
-        self._send_abort()
+
+    def _unaccepted(self) -> None:
+        """Nobody is known to have accepted it; if somebody has, the orphan ends by itself."""
+        self._close_stream()
+        self._fail(Failure.ABORTED, "CANCELLED", "aborted before it was accepted")
 
     def _send_abort(self) -> None:
         assert self._accepted is not None

@@ -336,8 +336,8 @@ def test_malformed_messages_are_refused(live: Live) -> None:
                 return caught.value.code()
 
             bad_utf8 = b"\x1a\x02\xff\xfe"  # field 3, text: two bytes that are no UTF-8
-            assert await refusal(bad_utf8) is grpc.StatusCode.UNKNOWN
-            assert await refusal(b"\xff") is grpc.StatusCode.UNKNOWN
+            assert await refusal(bad_utf8) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await refusal(b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
             assert await refusal(b"") is grpc.StatusCode.INVALID_ARGUMENT
             huge = inference_pb2.GenerateRequest(text="x" * (4 << 20)).SerializeToString()
             assert await refusal(huge) is grpc.StatusCode.RESOURCE_EXHAUSTED

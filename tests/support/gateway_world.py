@@ -200,7 +200,8 @@ class MinimalController(control_pb2_grpc.ControlServicer):
                 seq = Seq(RequestId(level.seq.request), level.seq.choice)
                 self.levels[seq] = level
                 if level.cancelled:
-                    self.cancelled.append(seq)
+                    if seq not in self.cancelled:
+                        self.cancelled.append(seq)
                 elif not level.HasField("attached") and (seq, level.claim) not in self._placed:
                     if self.reject_next is not None:
                         self.reject[seq] = self.reject_next

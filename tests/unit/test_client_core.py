@@ -262,13 +262,34 @@ def test_notices_are_delivered_once() -> None:
     assert bench.tell(Got(1, newer)) == [Deliver(newer)]
 
 
-def test_abort_before_acceptance_needs_no_gateway() -> None:
+def test_abort_between_attempts_needs_no_gateway() -> None:
     bench = Bench()
+    bench.tell(Start(), StreamEnded(1, "UNAVAILABLE", ""))
+    (fail,) = bench.tell(AbortRequested())
+    assert isinstance(fail, Fail)
+    assert fail.failure is Failure.ABORTED
+
+
+def test_abort_before_acceptance_waits_for_the_id() -> None:
+    bench = Bench()
+    assert bench.tell(Start(), AbortRequested(), AbortRequested()) == [OpenGenerate(1, "a")]
+    abort = SendAbort(2, "a", ID, "key", 2)
+    assert bench.tell(Got(1, ACCEPTED)) == [Deliver(ACCEPTED), CloseStream(1), abort]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_abort_before_acceptance_does_not_wait_for_long(broken: bool) -> None:
+    bench = Bench(abort_accept_ms=500)
     bench.tell(Start())
-    effects = bench.tell(AbortRequested())
-    assert effects[0] == CloseStream(1)
-    assert isinstance(effects[1], Fail)
-    assert effects[1].failure is Failure.ABORTED
+    bench.now_ms = 300
+    assert bench.tell(AbortRequested()) == []
+    bench.now_ms = 799
+    assert bench.tell(Tick()) == []
+    bench.now_ms = 800
+    effects = bench.tell(StreamEnded(1, "UNAVAILABLE", "") if broken else Tick())
+    assert effects[:-1] == ([] if broken else [CloseStream(1)])
+    assert isinstance(effects[-1], Fail)
+    assert effects[-1].failure is Failure.ABORTED
 
 
 def test_abort_is_told_to_one_gateway_after_the_other() -> None:
