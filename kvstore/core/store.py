@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from typing import assert_never
 
-from deepinfer.kvstore.core.budget import Budget
 from deepinfer.kvstore.core.config import StoreConfig, StoreConfigError
 from deepinfer.kvstore.core.events import (
     AbortPut,
@@ -26,8 +25,6 @@ from deepinfer.kvstore.core.events import (
     FinishPut,
     GetGrant,
     PutGrant,
-    PutId,
-    ReadId,
     Reply,
     Report,
     ReportAnswered,
@@ -38,6 +35,7 @@ from deepinfer.kvstore.core.events import (
     WriterDeparted,
     WriterGone,
 )
+from deepinfer.kvstore.core.holdings import Holdings
 from deepinfer.kvstore.core.ids import Incarnation, NodeId, StoreId, Ticket, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import (
     Release,
@@ -48,8 +46,7 @@ from deepinfer.kvstore.core.messages import (
     StoreStatus,
     TicketLevel,
 )
-from deepinfer.kvstore.core.pages import PagePool
-from deepinfer.kvstore.core.puts import Entry, Lives, Put, Sealed
+from deepinfer.kvstore.core.puts import Entry, Lives, Sealed
 from deepinfer.kvstore.core.reports import Ledger
 
 
@@ -84,16 +81,11 @@ class StoreCore:
             ("reserved", "rejected", "committed", "released", "sealed", "expired", "bad_payloads"),
             0,
         )
-        self._budget = Budget(budget_bytes)
-        self._pool = PagePool(budget_bytes // page_bytes)
+        self._memory = Holdings(incarnation, budget_bytes, page_bytes)
         self._entries: dict[Ticket, Entry] = {}
-        self._puts: dict[PutId, Put] = {}
-        self._reads: dict[ReadId, Entry] = {}
         self._sealed = Sealed(config.sealed_max)
         self._lives = Lives(config.writers_max)
         self._expiry: list[tuple[int, Ticket]] = []  # heap; stale entries are dropped when popped
-        self._grace: list[tuple[int, PutId]] = []  # likewise
-        self._minted = 0
         self._ledger = Ledger(config.report_interval_ms)
         self._reported_used = 0
 
@@ -102,17 +94,17 @@ class StoreCore:
     @property
     def budget_bytes(self) -> int:
         """Bytes that may be used."""
-        return self._budget.bytes_max
+        return self._memory.budget.bytes_max
 
     @property
     def used_bytes(self) -> int:
         """Reserved, committed and quarantined bytes."""
-        return self._budget.used
+        return self._memory.budget.used
 
     @property
     def pages_touched(self) -> int:
         """Every page ever granted is below this: how far the shell must have mapped slabs."""
-        return self._pool.touched
+        return self._memory.pool.touched
 
     def levels(self) -> tuple[TicketLevel, ...]:
         """Every ticket."""
@@ -124,17 +116,17 @@ class StoreCore:
         return {
             "incarnation": self.incarnation,
             "epoch_seen": self.epoch_seen,
-            "budget_bytes": self._budget.bytes_max,
-            "used_bytes": self._budget.used,
+            "budget_bytes": self._memory.budget.bytes_max,
+            "used_bytes": self._memory.budget.used,
             "page_bytes": self.page_bytes,
-            "pages_total": self._pool.total,
-            "pages_free": self._pool.free,
-            "pages_quarantined": sum(len(p.pages) for p in self._puts.values() if p.parked),
+            "pages_total": self._memory.pool.total,
+            "pages_free": self._memory.pool.free,
+            "pages_quarantined": self._memory.pages_quarantined,
             "tickets_reserved": len(self._entries) - len(committed),
             "tickets_committed": len(committed),
             "committed_bytes": sum(entry.payload_bytes for entry in committed),
-            "puts": len(self._puts),
-            "reads": len(self._reads),
+            "puts": len(self._memory.puts),
+            "reads": len(self._memory.reads),
             **self.counters,
         }
 
@@ -147,9 +139,9 @@ class StoreCore:
             case Call(call, body):
                 effects.append(Answer(call, self._answer(body, now_ms, effects)))
             case AbortPut(put):
-                self._let_go(put)
+                self._memory.let_go(put)
             case EndGet(read):
-                self._end_get(read)
+                self._memory.end_get(read)
             case WriterDeparted(writer):
                 self._end_lives(writer.worker, Incarnation(writer.incarnation + 1), effects)
             case WriterGone(writer):
@@ -190,7 +182,7 @@ class StoreCore:
                 assert_never(body)
 
     def _reply(self, ticket: Ticket, status: StoreStatus) -> StoreReply:
-        return StoreReply(ticket, status, self._budget.used, self._budget.bytes_max)
+        return StoreReply(ticket, status, self._memory.budget.used, self._memory.budget.bytes_max)
 
     # ---- the controller's calls ----
 
@@ -213,20 +205,18 @@ class StoreCore:
             return StoreStatus.NOT_YOURS
         if call.bytes_max < 1:
             return StoreStatus.BAD_PAYLOAD
-        pages = -(-call.bytes_max // self.page_bytes)
-        if not self._budget.fits(call.bytes_max) or pages > self._pool.free:
+        if not self._memory.fits(call.bytes_max):
             self.counters["rejected"] += 1
             return StoreStatus.OVER_BUDGET
         if len(self._entries) >= self.config.tickets_max:
             self.counters["rejected"] += 1
             return StoreStatus.TOO_MANY
-        self._budget.take(call.bytes_max)
         expires_ms = now_ms + self.config.reservation_ms
         self._entries[call.ticket] = Entry(
             ticket=call.ticket,
             writer=call.writer,
             payload_bytes=call.bytes_max,
-            pages=self._pool.take(pages),
+            pages=self._memory.take(call.bytes_max),
             expires_ms=expires_ms,
         )
         heapq.heappush(self._expiry, (expires_ms, call.ticket))
@@ -258,40 +248,29 @@ class StoreCore:
             return refuse(entry)
         if entry.committed:
             return refuse(StoreStatus.COMMITTED)
-        pages, rest = divmod(call.payload_bytes, self.page_bytes)
-        if rest or not 0 < call.payload_bytes <= entry.payload_bytes:
+        whole = call.payload_bytes % self.page_bytes == 0
+        if not whole or not 0 < call.payload_bytes <= entry.payload_bytes:
             self.counters["bad_payloads"] += 1
             return refuse(StoreStatus.BAD_PAYLOAD)
-        old = None if entry.put is None else self._puts.get(entry.put)
+        old = self._memory.put_of(entry)
         if old is not None:
             # Its writer may still be writing: those pages stay with it and others take their place.
-            if not self._budget.fits(old.payload_bytes) or len(old.pages) > self._pool.free:
+            if not self._memory.fits(old.payload_bytes):
                 self.counters["rejected"] += 1
                 return refuse(StoreStatus.OVER_BUDGET)
-            self._park(old, effects)
-            self._budget.take(old.payload_bytes)
-            entry.pages = (*self._pool.take(len(old.pages)), *entry.pages[len(old.pages) :])
-        put = Put(
-            id=PutId(self.incarnation, self._mint()),
-            ticket=call.ticket,
-            writer=call.writer,
-            payload_bytes=call.payload_bytes,
-            pages=entry.pages[:pages],
-            shared=call.shared,
-        )
-        self._puts[put.id] = put
-        entry.put = put.id
-        entry.manifest = None
+            self._memory.replace_pages(entry, old)
+            effects.append(RevokePut(old.id, old.writer, old.shared))
+        put = self._memory.begin_put(entry, call.payload_bytes, shared=call.shared)
         entry.expires_ms = now_ms + self.config.reservation_ms
         return PutGrant(call.ticket, StoreStatus.OK, put.id, put.pages)
 
     def _finish_put(self, call: FinishPut, now_ms: int) -> StoreStatus:
-        put = self._puts.get(call.put)
+        put = self._memory.puts.get(call.put)
         if put is not None and put.ticket != call.ticket:
             return StoreStatus.NOT_YOURS
         entry = self._entries.get(call.ticket)
         current = entry is not None and entry.put == call.put
-        self._let_go(call.put)
+        self._memory.let_go(call.put)
         if entry is None:
             return self._absent(call.ticket)
         if not current:
@@ -322,10 +301,7 @@ class StoreCore:
         if entry.manifest is None:
             return StoreStatus.BAD_PAYLOAD
         entry.committed = True
-        used = entry.manifest.blocks
-        self._free(entry.pages[used:], entry.payload_bytes - entry.manifest.payload_bytes)
-        entry.pages = entry.pages[:used]
-        entry.payload_bytes = entry.manifest.payload_bytes
+        self._memory.keep_only(entry, entry.manifest.payload_bytes)
         self._ledger.changed(call.ticket)
         self.counters["committed"] += 1
         return StoreStatus.OK
@@ -366,18 +342,8 @@ class StoreCore:
         if entry is None or not entry.committed:
             status = self._absent(call.ticket)
             return GetGrant(call.ticket, status, None, (), None)
-        read = ReadId(self.incarnation, self._mint())
-        self._reads[read] = entry
-        entry.readers += 1
+        read = self._memory.begin_get(entry)
         return GetGrant(call.ticket, StoreStatus.OK, read, entry.pages, entry.manifest)
-
-    def _end_get(self, read: ReadId) -> None:
-        entry = self._reads.pop(read, None)
-        if entry is None:
-            return
-        entry.readers -= 1
-        if entry.dropped and entry.readers == 0:
-            self._free(entry.pages, entry.payload_bytes)
 
     # ---- lives of writers ----
 
@@ -392,45 +358,16 @@ class StoreCore:
 
     def _writer_gone(self, writer: WorkerRef, now_ms: int, effects: list[Effect]) -> None:
         self._end_lives(writer.worker, Incarnation(writer.incarnation + 1), effects)
-        free_ms = now_ms + self.config.dma_grace_ms
-        for put in self._puts.values():
-            if put.writer == writer and put.shared:
-                heapq.heappush(self._grace, (free_ms, put.id))
-
-    # ---- letting go ----
+        self._memory.writer_gone(writer, now_ms + self.config.dma_grace_ms)
 
     def _drop(self, entry: Entry, effects: list[Effect]) -> None:
         """The ticket is gone for good; its pages go as soon as nobody uses them."""
         del self._entries[entry.ticket]
         self._sealed.add(entry.ticket)
         self._ledger.changed(entry.ticket)
-        if entry.readers:
-            entry.dropped = True
-            return
-        put = None if entry.put is None else self._puts.get(entry.put)
-        if put is None:
-            self._free(entry.pages, entry.payload_bytes)
-            return
-        self._free(entry.pages[len(put.pages) :], entry.payload_bytes - put.payload_bytes)
-        self._park(put, effects)
-
-    def _park(self, put: Put, effects: list[Effect]) -> None:
-        put.parked = True
-        effects.append(RevokePut(put.id, put.writer, put.shared))
-
-    def _let_go(self, put_id: PutId) -> None:
-        """The put's writer will not write any more."""
-        put = self._puts.pop(put_id, None)
-        if put is not None and put.parked:
-            self._free(put.pages, put.payload_bytes)
-
-    def _free(self, pages: tuple[int, ...], payload_bytes: int) -> None:
-        self._pool.give_back(pages)
-        self._budget.give_back(payload_bytes)
-
-    def _mint(self) -> int:
-        self._minted += 1
-        return self._minted
+        put = self._memory.drop(entry)
+        if put is not None:
+            effects.append(RevokePut(put.id, put.writer, put.shared))
 
     # ---- time ----
 
@@ -445,8 +382,7 @@ class StoreCore:
                 continue
             self.counters["expired"] += 1
             self._drop(entry, effects)
-        while self._grace and self._grace[0][0] <= now_ms:
-            self._let_go(heapq.heappop(self._grace)[1])
+        self._memory.tick(now_ms)
 
     # ---- reports ----
 
@@ -456,10 +392,10 @@ class StoreCore:
             self._ledger.answered(reply)
 
     def _report_if_due(self, now_ms: int, effects: list[Effect]) -> None:
-        if self._budget.used == self._reported_used and not self._ledger.due(now_ms):
+        if self._memory.budget.used == self._reported_used and not self._ledger.due(now_ms):
             return
         complete, tickets, gone = self._ledger.next(self._entries, now_ms)
-        self._reported_used = self._budget.used
+        self._reported_used = self._memory.budget.used
         effects.append(
             Report(
                 StoreReport(
@@ -469,8 +405,8 @@ class StoreCore:
                     number=self._ledger.number,
                     complete=complete,
                     epoch_seen=self.epoch_seen,
-                    budget_bytes=self._budget.bytes_max,
-                    used_bytes=self._budget.used,
+                    budget_bytes=self._memory.budget.bytes_max,
+                    used_bytes=self._memory.budget.used,
                     tickets=tickets,
                     gone=gone,
                 )
@@ -480,35 +416,11 @@ class StoreCore:
     # ---- invariants ----
 
     def check(self) -> None:
-        """Every page is free, held or quarantined exactly once; the bytes add up."""
-        entries = list(self._entries.values())
-        for entry in self._reads.values():
-            if entry.dropped and not any(entry is other for other in entries):
-                entries.append(entry)
-        parked = [put for put in self._puts.values() if put.parked]
-        held = [page for entry in entries for page in entry.pages]
-        held += [page for put in parked for page in put.pages]
-        used = sum(entry.payload_bytes for entry in entries)
-        used += sum(put.payload_bytes for put in parked)
-        self._pool.check(held)
-        self._budget.check()
-        assert used == self._budget.used, (used, self._budget)
+        """Every page is free, held or quarantined exactly once; no ticket lives and is sealed."""
+        self._memory.check(self._entries)
         assert len(self._entries) <= self.config.tickets_max
         assert len(self._sealed) <= self.config.sealed_max
         for ticket, entry in self._entries.items():
-            entry.check()
             assert entry.ticket == ticket, (ticket, entry)
             assert not entry.dropped, entry
             assert ticket not in self._sealed, entry
-        for put_id, put in self._puts.items():
-            assert put.id == put_id, put
-            owner = self._entries.get(put.ticket)
-            assert put.parked == (owner is None or owner.put != put_id), (put, owner)
-            if not put.parked:
-                assert owner is not None
-                assert not owner.committed, (put, owner)
-                assert owner.manifest is None, (put, owner)
-                assert owner.pages[: len(put.pages)] == put.pages, (put, owner)
-        for entry in entries:
-            readers = sum(1 for reading in self._reads.values() if reading is entry)
-            assert readers == entry.readers, entry

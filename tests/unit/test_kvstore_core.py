@@ -109,6 +109,10 @@ class Store:
         assert self.status(Commit(of, writer)) is S.OK
         return grant
 
+    def report(self) -> StoreReport:
+        """The latest."""
+        return self.reports[-1]
+
     @property
     def free(self) -> int:
         return self.core.snapshot()["pages_free"]
@@ -362,19 +366,19 @@ def test_tickets_are_bounded() -> None:
 def test_reports_state_levels_and_start_over_when_asked() -> None:
     store = Store()
     store.after(0)
-    assert (store.reports[-1].complete, store.reports[-1].number) == (True, 1)
+    assert (store.report().complete, store.report().number) == (True, 1)
     store.status(Reserve(1, T1, 3 * PAGE, A1))
-    (level,) = store.reports[-1].tickets
+    (level,) = store.report().tickets
     assert (level.ticket, level.state, level.payload_bytes) == (T1, TicketState.RESERVED, 3 * PAGE)
-    assert not store.reports[-1].complete
+    assert not store.report().complete
     store.finish(store.begin(T1, A1, 2))
     count = len(store.reports)
     store.after(99)
     assert len(store.reports) == count  # nothing to say yet
     store.after(1)
-    assert list(store.reports[-1].tickets) == []
+    assert store.report().tickets == ()
     store.status(Commit(T1, A1))
-    (level,) = store.reports[-1].tickets
+    (level,) = store.report().tickets
     assert (level.state, level.payload_bytes, level.tokens, level.blocks) == (
         TicketState.COMMITTED,
         2 * PAGE,
@@ -382,18 +386,18 @@ def test_reports_state_levels_and_start_over_when_asked() -> None:
         2,
     )
     store.status(Release(1, T1))
-    assert (store.reports[-1].tickets, store.reports[-1].gone) == ((), (T1,))
+    assert (store.report().tickets, store.report().gone) == ((), (T1,))
 
     store.status(Reserve(1, T2, PAGE, A1))
-    number = store.reports[-1].number
+    number = store.report().number
     store.send(ReportAnswered(ReportReply(epoch=1, number=number, resync=True)))
-    assert store.reports[-1].complete
-    assert [level.ticket for level in store.reports[-1].tickets] == [T2]
+    assert store.report().complete
+    assert [level.ticket for level in store.report().tickets] == [T2]
     count = len(store.reports)
     store.send(ReportAnswered(ReportReply(epoch=1, number=number, resync=True)))  # doubled
     assert len(store.reports) == count
     store.send(ReportLinkUp())
-    assert store.reports[-1].complete
+    assert store.report().complete
     assert [report.number for report in store.reports] == list(range(1, count + 2))
 
 
