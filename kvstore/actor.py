@@ -51,6 +51,10 @@ class StoreSettings:
     """0 takes a free one."""
     same_node: bool = True
     """Offer the same-node path."""
+    put_idle_s: float = 30.0
+    """A put over gRPC that sends nothing for this long is given up."""
+    get_s: float = 120.0
+    """A read over gRPC may take this long, its reader's pauses included."""
     token: str = field(repr=False)
     config: StoreConfig = field(default_factory=StoreConfig)
 
@@ -62,6 +66,9 @@ class StoreSettings:
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise StoreConfigError(name, value, f"an integer of {low} or more")
+        for name in ("put_idle_s", "get_s"):
+            if not getattr(self, name) > 0:
+                raise StoreConfigError(name, getattr(self, name), "above 0")
 
 
 class StoreActor:
@@ -123,7 +130,12 @@ class StoreActor:
                 interceptors=[BearerInterceptor(settings.token)],
                 options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)],
             )
-            service = StoreService(runtime, local_socket="" if local is None else local.path)
+            service = StoreService(
+                runtime,
+                local_socket="" if local is None else local.path,
+                idle_s=settings.put_idle_s,
+                get_s=settings.get_s,
+            )
             server.add_generic_rpc_handlers((service.handlers(),))
             port = server.add_insecure_port(f"{settings.host}:{settings.port}")
             await server.start()

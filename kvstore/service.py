@@ -68,8 +68,8 @@ class StoreService:
         runtime: StoreRuntime,
         *,
         local_socket: str = "",
-        idle_s: float = 30.0,
-        get_s: float = 120.0,
+        idle_s: float,
+        get_s: float,
     ) -> None:
         self._runtime = runtime
         self._local_socket = local_socket

@@ -121,6 +121,8 @@ async def running_store(
     slab_bytes: int = 10 * PAGE,
     config: StoreConfig | None = None,
     port: int = 0,
+    same_node: bool = True,
+    put_idle_s: float = 30.0,
     find_controller: FindController = no_controller,
 ) -> AsyncIterator[Store]:
     settings = StoreSettings(
@@ -130,6 +132,8 @@ async def running_store(
         page_bytes=page_bytes,
         slab_bytes=slab_bytes,
         port=port,
+        same_node=same_node,
+        put_idle_s=put_idle_s,
         token=TOKEN,
         config=config or StoreConfig(),
     )

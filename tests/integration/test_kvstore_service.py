@@ -13,10 +13,11 @@ import pytest
 from deepinfer.kvstore import wire
 from deepinfer.kvstore.actor import StoreSettings
 from deepinfer.kvstore.auth import credentials
+from deepinfer.kvstore.client import Deadlines, StoreClient
 from deepinfer.kvstore.core.config import StoreConfig, StoreConfigError
 from deepinfer.kvstore.core.messages import StoreStatus as S
 from deepinfer.proto import control_pb2, control_pb2_grpc, kvstore_pb2
-from kvstore_kit import PAGE, TOKEN, draft, payload, running_store, ticket, until
+from kvstore_kit import PAGE, TOKEN, buffers, draft, payload, running_store, ticket, until
 
 METHODS = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].methods
 
@@ -85,26 +86,103 @@ def test_list_and_stats_say_what_is_there() -> None:
     asyncio.run(main())
 
 
+async def put_half(client: StoreClient, number: int) -> Any:
+    """A put over gRPC that has sent its header and the first of two blocks."""
+    t = ticket(number)
+    manifest = draft(t, 2)
+    header = kvstore_pb2.PutHeader(
+        ticket=wire.ticket_to_proto(t),
+        writer=wire.writer_to_proto(client.writer),
+        manifest=wire.manifest_to_bytes(manifest),
+        payload_bytes=manifest.payload_bytes,
+    )
+    rpc = client._put_call(metadata=client._metadata)
+    await rpc.write(kvstore_pb2.PutRequest(header=header).SerializeToString())
+    await rpc.write(wire.chunk_to_bytes(payload(number, 1)))
+    return rpc
+
+
 def test_a_put_over_grpc_can_be_stopped() -> None:
     async def main() -> None:
         async with running_store() as store:
             client = store.client("grpc")
             await client.reserve(ticket(1), 3 * PAGE, epoch=1)
-            t = ticket(1)
-            manifest = draft(t, 2)
-            header = kvstore_pb2.PutHeader(
-                ticket=wire.ticket_to_proto(t),
-                writer=wire.writer_to_proto(client.writer),
-                manifest=wire.manifest_to_bytes(manifest),
-                payload_bytes=manifest.payload_bytes,
-            )
-            rpc = client._put_call(metadata=client._metadata)
-            await rpc.write(kvstore_pb2.PutRequest(header=header).SerializeToString())
+            rpc = await put_half(client, 1)
             await until(store, puts=1)
-            assert (await client.abort_put(t)).status is S.OK
+            assert (await client.abort_put(ticket(1))).status is S.OK
             reply = await rpc
             assert (reply.status, reply.detail) == ("bad_payload", "stopped")
             await until(store, puts=0, used_bytes=3 * PAGE)
+
+    asyncio.run(main())
+
+
+def test_a_put_over_grpc_ends_with_its_caller() -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            client = store.client("grpc")
+            await client.reserve(ticket(1), 3 * PAGE, epoch=1)
+            rpc = await put_half(client, 1)
+            await until(store, puts=1)
+            rpc.cancel()
+            await until(store, puts=0, used_bytes=3 * PAGE)
+
+    asyncio.run(main())
+
+
+def test_a_put_over_grpc_ends_with_its_ticket() -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            client = store.client("grpc")
+            await client.reserve(ticket(1), 3 * PAGE, epoch=1)
+            rpc = await put_half(client, 1)
+            await until(store, puts=1)
+            await client.release(ticket(1), epoch=1)
+            reply = await rpc
+            assert (reply.status, reply.detail) == ("sealed", "stopped")
+            await store.check_empty()
+
+    asyncio.run(main())
+
+
+def test_a_put_over_grpc_that_sends_nothing_is_given_up() -> None:
+    async def main() -> None:
+        async with running_store(put_idle_s=0.2) as store:
+            client = store.client("grpc")
+            await client.reserve(ticket(1), 3 * PAGE, epoch=1)
+            rpc = await put_half(client, 1)
+            reply = await rpc
+            assert (reply.status, reply.detail) == ("bad_payload", "no chunk for 0.2 s")
+            await until(store, puts=0, used_bytes=3 * PAGE)
+
+    asyncio.run(main())
+
+
+def test_where_the_same_node_path_is_off_the_other_one_serves() -> None:
+    async def main() -> None:
+        async with running_store(same_node=False) as store:
+            client, stubborn = store.client("auto"), store.client("memfd")
+            await client.reserve(ticket(1), 3 * PAGE, epoch=1)
+            refused = await stubborn.put(ticket(1), draft(ticket(1), 2), payload(1, 2))
+            assert (refused.status, refused.path) == (S.UNREACHABLE, "memfd")
+            put = await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))
+            assert (put.status, put.path) == (S.OK, "grpc")
+
+    asyncio.run(main())
+
+
+def test_a_store_that_is_not_there_is_unreachable() -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            deadlines = Deadlines(call_s=0.5, payload_s=0.5)
+            clients = [store.client(path, deadlines=deadlines) for path in ("auto", "grpc")]
+            await store.actor.stop()
+            for client in clients:
+                assert (await client.commit(ticket(1))).status is S.UNREACHABLE
+                put = await client.put(ticket(1), draft(ticket(1), 2), payload(1, 2))
+                assert put.status is S.UNREACHABLE
+                got = await client.get(ticket(1), buffers)
+                assert got.status is S.UNREACHABLE
 
     asyncio.run(main())
 
