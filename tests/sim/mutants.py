@@ -154,9 +154,9 @@ MUTANTS = (
     ),
     Mutant(
         "commit_keeps_the_difference",
-        "kvstore/core/holdings.py",
-        "self._free(entry.pages[pages:], entry.payload_bytes - payload_bytes)",
-        "self._free((), 0)",
+        "kvstore/core/store.py",
+        "        self._memory.keep_only(entry, entry.manifest.payload_bytes)\n",
+        "",
         "what was reserved beyond the payload is lost",
         "hole_victim_grows_before_copy",
     ),
