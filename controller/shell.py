@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.05
 MEMBERS_S = 1.0
 RECONNECT_S = 0.2
-"""How long a peer whose stream broke may take to open another before its life is asked after."""
+"""How long a peer whose stream broke may take to open another before it may count as gone."""
 
 
 def wall_ms() -> int:
@@ -124,10 +124,8 @@ class Shell:
         self._start(self._confirm(peer))
 
     async def _confirm(self, peer: Peer) -> None:
-        await asyncio.sleep(RECONNECT_S)
-        if peer in self._streams:
-            return
-        life = await self._directory.life(peer)
+        # Asked at once: whoever was killed does not answer, and its requests wait for this.
+        life, _ = await asyncio.gather(self._directory.life(peer), asyncio.sleep(RECONNECT_S))
         if peer in self._streams or life == peer.incarnation:
             return
         log.info("peer is gone", kind=peer.kind.value, id=peer.id, incarnation=peer.incarnation)

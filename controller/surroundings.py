@@ -16,7 +16,10 @@ from deepinfer.controller.ports import OrderError
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StoreId, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import Order
 
-LIFE_TIMEOUT_S = 0.5
+LIFE_TIMEOUT_S = 0.3
+"""Who does not answer by then is taken for dead. One that lives is believed again soon, and what
+it was doing is computed anew elsewhere; Ray itself takes more than a second to notice a death.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
