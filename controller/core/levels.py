@@ -130,6 +130,7 @@ def _depart(
             worker.pending[sequence.seq] = world.need_blocks(sequence, worker)
         return
     withdrawn = place.withdrawn
+    job = sequence.swap
     placement.unplace(world, sequence)
     match departed.why:
         case Departure.FINISHED | Departure.DROPPED:
@@ -144,6 +145,8 @@ def _depart(
             world.set_home(sequence, worker.id)
             if departed.ticket is not None:
                 _expect_payload(world, sequence, departed.ticket, world.config.dead_ms)
+                if job is not None and job.ticket == departed.ticket:
+                    sequence.expected_store = job.store
         case Departure.REFUSED:
             world.counters.requests_refused_late_total += 1
             worker.held = True
@@ -170,6 +173,7 @@ def _note_tokens(sequence: Sequence, usage: tuple[Usage, ...]) -> None:
 
 def _expect_payload(world: World, sequence: Sequence, ticket: Ticket, wait_ms: int) -> None:
     sequence.expected = ticket
+    sequence.expected_store = None
     sequence.expected_until_ms = world.now_ms + wait_ms
 
 
@@ -291,10 +295,14 @@ def _drop_ticket(world: World, store: Store, ticket: Ticket) -> None:
 
 def lose_store(world: World, store: Store) -> None:
     """Its life is over, and so is every payload in it."""
-    for ticket in list(store.tickets):
-        sequence = world.sequences[ticket.seq]
-        if sequence.expected == ticket and sequence.tickets[ticket].store == store.id:
+    for sequence in world.sequences.values():
+        expected = sequence.expected
+        if expected is not None and (
+            sequence.expected_store == store.id or expected in store.tickets
+        ):
             sequence.expected = None
+            world.dirty[sequence.seq] = None
+    for ticket in list(store.tickets):
         _drop_ticket(world, store, ticket)
     store.link.lose()
     store.used_bytes = 0

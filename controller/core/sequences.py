@@ -121,10 +121,10 @@ class Sequence:
     """Facts reported about one sequence, and what the controller wants of it."""
 
     __slots__ = ("bereaved", "cancels", "capacity_min_tokens", "claims", "closed_ms", "earmark",
-                 "expected", "expected_until_ms", "home", "level", "not_before_ms",
-                 "orphan_since_ms", "owner", "place", "preempt", "queue_capacity", "queued",
-                 "recovering", "rejected", "residents", "run", "seq", "state", "swap", "tickets",
-                 "tokens_min", "unfit_since_ms", "wake_ms")  # fmt: skip
+                 "expected", "expected_store", "expected_until_ms", "home", "level",
+                 "not_before_ms", "orphan_since_ms", "owner", "place", "preempt",
+                 "queue_capacity", "queued", "recovering", "rejected", "residents", "run", "seq",
+                 "state", "swap", "tickets", "tokens_min", "unfit_since_ms", "wake_ms")  # fmt: skip
 
     def __init__(self, seq: Seq) -> None:
         self.seq = seq
@@ -156,6 +156,8 @@ class Sequence:
         self.cancels: dict[WorkerId, Resend] = {}
         self.expected: Ticket | None = None
         """A payload that should turn up as committed in its store's report."""
+        self.expected_store: StoreId | None = None
+        """Where it should turn up, if that is known."""
         self.expected_until_ms = 0
         self.recovering = False
         """It has lost its KV, and goes before everyone else."""

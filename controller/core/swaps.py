@@ -223,8 +223,9 @@ def _begin_all(world: World, worker: Worker, picked: list[Candidate]) -> bool:
 def relieve(world: World, worker: Worker) -> None:
     """Make blocks free for residents that cannot grow.
 
-    Somebody always stays; ``min_residency_tokens`` yields once nobody can take a step; and if then
-    nothing can be swapped, the youngest is recomputed later.
+    Somebody always stays, unless this pool can never hold who is left; ``min_residency_tokens``
+    yields once nobody can take a step; and if then nothing can be swapped, the youngest is
+    recomputed later.
     """
     if not worker.alive or worker.blocks_short <= 0 or (world.reserve_full and not worker.stalled):
         return
@@ -241,6 +242,9 @@ def relieve(world: World, worker: Worker) -> None:
         for c in everyone
     ]
     most = len(everyone) - (len(everyone) == len(worker.residents))
+    if len(worker.residents) == 1:
+        alone = world.sequences[everyone[0].seq]
+        most = int(alone.capacity_needed > worker.capacity_tokens)  # it has outgrown this pool
     if can_swap(world, worker):
         policy = POLICIES[world.config.victims]
         eligible = [c for c in everyone if not c.protected]
@@ -249,17 +253,14 @@ def relieve(world: World, worker: Worker) -> None:
             picked = sorted(everyone, key=lambda c: (c.protected, *policy(c)))[: min(most, 1)]
         if _begin_all(world, worker, picked):
             return
-    if worker.stalled and not worker.jobs:
+    if worker.stalled and most and not worker.jobs:
         _last_resort(world, worker, everyone)
 
 
 def _last_resort(world: World, worker: Worker, everyone: list[Candidate]) -> None:
-    """Preempt the youngest. A sole resident leaves only if this pool cannot hold it."""
+    """Preempt the youngest."""
     victim = max(everyone, key=lambda c: (c.arrival_ms, c.seq))
-    sequence = world.sequences[victim.seq]
-    if len(worker.residents) == 1 and sequence.capacity_needed <= worker.capacity_tokens:
-        return
-    preempt(world, worker, sequence, victim.gain_blocks)
+    preempt(world, worker, world.sequences[victim.seq], victim.gain_blocks)
 
 
 def preempt(world: World, worker: Worker, sequence: Sequence, gain_blocks: int) -> None:

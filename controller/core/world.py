@@ -243,7 +243,7 @@ class World:
             return
         assert self.started_ms is not None
         members = self.members
-        if members is not None:
+        if members is not None and (members.workers or members.stores or members.gateways):
             self.all_reported = (
                 all(_heard(self.pools.workers.get(w), life) for w, life in members.workers.items())
                 and all(_heard(self.stores.get(s), life) for s, life in members.stores.items())

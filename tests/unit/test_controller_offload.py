@@ -231,6 +231,18 @@ def test_drain_moves_everything_to_another_worker() -> None:
     assert all(order.seq != late for order in worker.orders)
 
 
+def test_a_sole_resident_that_outgrew_its_pool_is_moved_to_a_larger_one() -> None:
+    cluster, worker, gateway = cluster_of(8)
+    name = cluster.submit("r", prompt=20, max_tokens=80)
+    cluster.run(lambda: name in worker.runs)
+    worker.blocks_total = 3
+    larger = cluster.worker("larger", 9)
+    cluster.start()
+    cluster.run(lambda: name in larger.runs)
+    assert [type(order) for order in cluster.sent(SwapOut, SwapIn, Preempt)] == [SwapOut, SwapIn]
+    cluster.run(lambda: gateway.finished == [name])
+
+
 @pytest.mark.parametrize("policy", ["lru", "youngest", "cost"])
 def test_every_policy_gets_everyone_through(policy: str) -> None:
     cluster, _, gateway = cluster_of(6, ControllerConfig(victims=policy))

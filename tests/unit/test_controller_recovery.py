@@ -33,6 +33,7 @@ from deepinfer.kvstore.core.messages import (
     Departure,
     Release,
     ResidentLevel,
+    StoreReport,
     SwapIn,
     SwapOut,
     TicketLevel,
@@ -221,6 +222,21 @@ def test_a_worker_killed_after_commit_before_it_said_so() -> None:
     worker.restart()
     cluster.run(lambda: len(gateway.finished) == 2)
     assert [order.seq for order in cluster.sent(SwapIn)] == [first]
+
+
+def test_a_store_that_dies_before_it_has_reported_a_payload() -> None:
+    """The worker says swapped; the store that took it is gone: it is computed again at once."""
+    cluster, _, gateway = cluster_of(3)
+    first = cluster.submit("first", prompt=20, max_tokens=28)
+    cluster.run(lambda: gateway.requests[first].held >= 1)
+    store = cluster.stores[StoreId("store")]
+    cluster.carry = lambda message: not isinstance(message, StoreReport)
+    second = cluster.submit("second", prompt=20, max_tokens=28)
+    cluster.run(lambda: cluster.state(first) == "swapped")
+    cluster.lose_store(store)
+    assert cluster.state(first) == "recovering"
+    cluster.carry = lambda message: True
+    cluster.run(lambda: set(gateway.finished) == {first, second})
 
 
 def test_a_worker_killed_in_the_middle_of_a_resume_costs_nothing() -> None:
