@@ -333,6 +333,8 @@ def _start_ray(log_level: str) -> None:
         # ray.init turns token authentication on by itself where nobody chose.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs its workers at niceness 15, for batch jobs; these are servers.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would join a cluster named here; the launcher wants one of its own.
     os.environ.pop("RAY_ADDRESS", None)
     import ray
