@@ -16,13 +16,16 @@ from deepinfer.workers.core.events import Chunk, StepDone, StepOutput, StepPlan
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.runner import SequenceSlice
-from deepinfer.workers.sampler import LogitsError, SampleRow
+from deepinfer.workers.sampler import SampleRow
 
 log = logging.getLogger(__name__)
 
 
 class SamplingBackend(Protocol):
-    """The part of ``Backend`` that chooses tokens."""
+    """The part of ``Backend`` that a step uses directly."""
+
+    @property
+    def kv_saturations(self) -> int: ...
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Token]: ...
 
@@ -46,6 +49,11 @@ class Engine:
         self._runner = runner
         self._failpoints = failpoints or Failpoints()
 
+    @property
+    def kv_saturations(self) -> int:
+        """K and V elements that did not fit the pool's dtype and were clamped, since start."""
+        return self._runner.backend.kv_saturations
+
     def run(self, plan: StepPlan) -> StepDone:
         """Compute one step. A chunk that cannot be computed fails its own sequence only.
 
@@ -68,18 +76,32 @@ class Engine:
         """Choose the tokens; chunks without a choice move to ``failed``."""
         if not chunks:
             return ()
-        backend = self._runner.backend
+        sample = self._runner.backend.sample
+        rows = [sample_row(chunk) for chunk in chunks]
         try:
-            tokens = backend.sample(logits, [sample_row(chunk) for chunk in chunks])
-        except LogitsError as error:
-            good = [i for i in range(len(chunks)) if i not in error.rows]
-            failed += [chunks[i].seq for i in error.rows]
-            chunks = [chunks[i] for i in good]
-            tokens = backend.sample(logits[good], [sample_row(chunk) for chunk in chunks])
-        return tuple(
-            StepOutput(chunk.seq, chunk.run, token)
-            for chunk, token in zip(chunks, tokens, strict=True)
-        )
+            tokens: list[Token | None] = [*sample(logits, rows)]
+        except ValueError:
+            # A row of logits without a choice (LogitsError), or parameters that fit no vocabulary:
+            # each row alone shows whose.
+            tokens = [
+                self._sample_one(logits[i : i + 1], row, chunks[i].seq)
+                for i, row in enumerate(rows)
+            ]
+        outputs = []
+        for chunk, token in zip(chunks, tokens, strict=True):
+            if token is None:
+                failed.append(chunk.seq)
+            else:
+                outputs.append(StepOutput(chunk.seq, chunk.run, token))
+        return tuple(outputs)
+
+    def _sample_one(self, logits: torch.Tensor, row: SampleRow, seq: Seq) -> Token | None:
+        try:
+            (token,) = self._runner.backend.sample(logits, [row])
+        except ValueError as error:
+            log.warning("%s: no token can be chosen: %s", seq, error)
+            return None
+        return token
 
     def _computable(self, chunk: Chunk) -> bool:
         config = self._runner.config

@@ -17,7 +17,6 @@ import grpc.aio
 
 from deepinfer.kvstore.core.ids import GatewayId, WorkerRef
 from deepinfer.kvstore.core.messages import ToGateway, WorkerReport
-from deepinfer.kvstore.core.requests import InvalidRequestError
 from deepinfer.proto import control_pb2, control_pb2_grpc, link_pb2, link_pb2_grpc
 from deepinfer.workers import wire
 from deepinfer.workers.core.events import (
@@ -154,10 +153,11 @@ class _GatewayLink:
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                     await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
                     await self._talk(channel, backoff)
-            except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
                 log.info("gateway %s at %s: %s", self._gateway, address, _brief(error))
-            except (wire.LinkError, InvalidRequestError):
-                log.exception("gateway %s at %s broke the protocol", self._gateway, address)
+            except Exception:
+                # Also what breaks the protocol (LinkError, InvalidRequestError).
+                log.exception("gateway %s at %s", self._gateway, address)
             except asyncio.CancelledError:
                 if _closing():
                     raise  # Otherwise only the call was cancelled, by ``_break``.
@@ -229,6 +229,8 @@ class ReportLink:
                     await self._talk(channel, backoff)
             except (grpc.aio.AioRpcError, TimeoutError, LookupError, OSError) as error:
                 log.info("controller: %s", _brief(error))
+            except Exception:
+                log.exception("controller")  # Never the end: without reports nobody comes here.
             except asyncio.CancelledError:
                 if _closing():
                     raise  # Otherwise only the call was cancelled, by ``send``.

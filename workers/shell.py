@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Protocol
 
 from deepinfer.kvstore.core.ids import GatewayId, StoreId
@@ -86,8 +85,9 @@ def monotonic_ms() -> int:
 class WorkerShell:
     """One core, its engine thread and its links, on one event loop.
 
-    ``die`` is called when the device has failed: its state is unknown, so the process must exit
-    and be started anew. Created on the loop that it lives on; ``connect`` before ``start``.
+    ``die`` is called, on any thread, when the device or the core has failed: their state is
+    unknown, so the process must exit and be started anew. Created on the loop that it lives on;
+    ``connect`` before ``start``.
     """
 
     def __init__(
@@ -99,8 +99,10 @@ class WorkerShell:
         clock_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
         self.core = core
+        self._die = die
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
+        self._device = engine
         self._engine = EngineThread(engine, self._step_done, die)
         self._gateways: Gateways | None = None
         self._reports: Reports | None = None
@@ -134,8 +136,12 @@ class WorkerShell:
         """Let the core hear something, on the loop's thread; after ``stop`` it hears nothing."""
         if self._stopped:
             return
-        for effect in self.core.handle(event, self._clock_ms()):
-            self._perform(effect)
+        try:
+            for effect in self.core.handle(event, self._clock_ms()):
+                self._perform(effect)
+        except Exception as error:
+            log.exception("the worker's core failed over %s", type(event).__name__)
+            self._die(error)
 
     def order(self, order: Order, directory: Mapping[str, str]) -> None:
         """A controller's order, with the addresses of gateways and stores by their ids."""
@@ -151,11 +157,12 @@ class WorkerShell:
 
     def status(self) -> dict[str, object]:
         """Levels and counts; plain values only."""
-        return self.core.snapshot()
+        return {**self.core.snapshot(), "kv_saturations": self._device.kv_saturations}
 
     def counters(self) -> dict[str, float]:
         """Counts since this life began, for the controller's metrics."""
-        return {name: float(count) for name, count in asdict(self.core.counters).items()}
+        counts = {**self.core.metrics(), "kv_saturations": self._device.kv_saturations}
+        return {name: float(count) for name, count in counts.items()}
 
     async def stop(self) -> None:
         """Close the links and end the engine's thread after its step."""

@@ -26,7 +26,7 @@ from support.tiny_model import write_tiny_llama
 from support.worker_cluster import Cluster, Held, running_worker
 
 PROMPT = (9, 70, 33, 12, 101, 55, 8, 64, 90, 7, 41)
-SAMPLING = SamplingParams(max_tokens=120, temperature=0.8, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,15 @@ def test_a_plain_life_over_real_links(model: Path, expected: list[int]) -> None:
         async with running_worker(model) as cluster:
             r = record()
             seq = Seq(r.request, 0)
-            await cluster.admit(r)
+            current = await cluster.admit(r)
             assert await cluster.finished(seq) == expected
-            await cluster.until(lambda: cluster.gone(seq, Departure.FINISHED))
+            await cluster.departs(r.request, current, Departure.FINISHED)
             assert [n.kind for n in held(cluster, seq).notices] == [NoticeKind.PLACED]
             status = await cluster.worker.status()
-            assert status["tokens_generated"] == 120
+            assert status["tokens_generated"] == 60
             report = cluster.controller.last
             assert report is not None
-            assert report.counters["tokens_generated"] == 120
+            assert report.counters["tokens_generated"] == 60
             assert report.blocks_free == report.blocks_total == 96
 
     run(main)
@@ -89,16 +89,15 @@ def test_a_swap_out_and_in_changes_no_token(
     model: Path, expected: list[int], path: StorePath
 ) -> None:
     async def main() -> None:
-        async with running_worker(model, store_path=path) as cluster:
+        async with running_worker(model, store_path=path, step_s=0.02) as cluster:
             r = record()
             seq = Seq(r.request, 0)
             current = await cluster.admit(r)
             for count in (3, 20):
                 await cluster.holds(seq, count)
                 ticket = await cluster.swap_out(seq, current)
-                await cluster.until(lambda: cluster.gone(seq, Departure.SWAPPED))
+                await cluster.departs(r.request, current, Departure.SWAPPED)
                 assert held(cluster, seq).finish is None, "swapped too late to show anything"
-                cluster.controller.departed.clear()
                 assert (await cluster.worker.status())["blocks_held"] == 0
                 current = await cluster.swap_in(ticket)
             assert await cluster.finished(seq) == expected
@@ -121,13 +120,13 @@ def test_a_swap_out_and_in_changes_no_token(
 
 def test_others_decode_while_one_is_swapped(model: Path, expected: list[int]) -> None:
     async def main() -> None:
-        async with running_worker(model, prefix_cache=False) as cluster:
+        async with running_worker(model, prefix_cache=False, step_s=0.02) as cluster:
             one, two = record("one"), record("two")
             current = await cluster.admit(one)
             await cluster.admit(two)
             await cluster.until(lambda: len(held(cluster, Seq(one.request, 0)).tokens) >= 2)
             ticket = await cluster.swap_out(Seq(one.request, 0), current)
-            await cluster.until(lambda: cluster.gone(Seq(one.request, 0), Departure.SWAPPED))
+            await cluster.departs(one.request, current, Departure.SWAPPED)
             await cluster.swap_in(ticket)
             assert await cluster.finished(Seq(one.request, 0)) == expected
             assert await cluster.finished(Seq(two.request, 0)) == expected
@@ -139,7 +138,7 @@ def test_a_refused_reservation_fails_the_swap_and_the_request_goes_on(
     model: Path, expected: list[int]
 ) -> None:
     async def main() -> None:
-        async with running_worker(model) as cluster:
+        async with running_worker(model, step_s=0.02) as cluster:
             r = record()
             seq = Seq(r.request, 0)
             current = await cluster.admit(r)
@@ -154,16 +153,16 @@ def test_a_refused_reservation_fails_the_swap_and_the_request_goes_on(
 
 def test_a_broken_gateway_link_loses_no_token(model: Path, expected: list[int]) -> None:
     async def main() -> None:
-        async with running_worker(model) as cluster:
+        async with running_worker(model, step_s=0.02) as cluster:
             r = record()
             seq = Seq(r.request, 0)
-            await cluster.admit(r)
+            current = await cluster.admit(r)
             for count in (2, 20):
                 await cluster.holds(seq, count)
                 cluster.gateway.hang_up()
             assert await cluster.finished(seq) == expected
             assert cluster.gateway.links == 3
-            await cluster.until(lambda: cluster.gone(seq, Departure.FINISHED))
+            await cluster.departs(r.request, current, Departure.FINISHED)
 
     run(main)
 
@@ -179,7 +178,8 @@ def test_cancel_and_drop_free_everything_at_once(model: Path) -> None:
             await cluster.until(lambda: all(held(cluster, seq).tokens for seq in seqs))
             await cluster.worker.order(Cancel(cluster.mint(), seqs[0], current), cluster.directory)
             cluster.gateway.say(Drop(seqs[1], other))
-            await cluster.until(lambda: all(cluster.gone(s, Departure.DROPPED) for s in seqs))
+            await cluster.departs(one.request, current, Departure.DROPPED)
+            await cluster.departs(two.request, other, Departure.DROPPED)
             await cluster.until(
                 lambda: (
                     cluster.controller.last is not None
@@ -195,8 +195,8 @@ def test_a_draining_worker_says_so_and_refuses(model: Path) -> None:
         async with running_worker(model) as cluster:
             await cluster.worker.drain()
             r = record()
-            await cluster.admit(r)
-            await cluster.until(lambda: cluster.gone(Seq(r.request, 0), Departure.REFUSED))
+            current = await cluster.admit(r)
+            await cluster.departs(r.request, current, Departure.REFUSED)
             report = cluster.controller.last
             assert report is not None
             assert report.draining

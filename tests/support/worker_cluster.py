@@ -6,11 +6,13 @@ Everything speaks real gRPC over loopback; only Ray is left out.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import grpc.aio
@@ -36,6 +38,8 @@ from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
 from deepinfer.proto import control_pb2, control_pb2_grpc, link_pb2, link_pb2_grpc
 from deepinfer.workers.actor import WorkerActor, WorkerSettings
 from deepinfer.workers.core.config import WorkerConfig
+from deepinfer.workers.core.events import StepDone, StepPlan
+from deepinfer.workers.engine import Engine
 from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.model.load import load_model
 from kvstore_kit import TOKEN, Store, running_store
@@ -129,8 +133,7 @@ class ScriptedController(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.epoch = 1
         self.residents: dict[str, control_pb2.ResidentLevel] = {}
-        self.departed: list[tuple[str, Departure]] = []
-        self.payload_bytes = 0
+        self.departed: list[tuple[str, Run, Departure]] = []
         self.last: control_pb2.WorkerReport | None = None
         self.streams = 0
         self.changed = asyncio.Event()
@@ -153,11 +156,11 @@ class ScriptedController(control_pb2_grpc.ControlServicer):
         for level in report.residents:
             self.residents[level.seq.request] = level
         for departed in report.departed:
-            entry = (departed.seq.request, Departure(departed.why))
+            run = Run(departed.run.epoch, departed.run.counter)
+            entry = (departed.seq.request, run, Departure(departed.why))
             self.residents.pop(departed.seq.request, None)
             if entry not in self.departed:
                 self.departed.append(entry)
-                self.payload_bytes += departed.payload_bytes
         self.last = report
         self.changed.set()
 
@@ -235,8 +238,8 @@ class Cluster:
         await self.until(lambda: self.gateway.held[seq].finish is not None)
         return self.gateway.held[seq].token_ids
 
-    def gone(self, seq: Seq, why: Departure) -> bool:
-        return (seq.request, why) in self.controller.departed
+    async def departs(self, request: str, run: Run, why: Departure) -> None:
+        await self.until(lambda: (request, run, why) in self.controller.departed)
 
 
 async def _serve(
@@ -262,9 +265,14 @@ async def running_worker(
     store_path: StorePath = "auto",
     blocks: int = 96,
     block_size: int = 4,
+    step_s: float = 0.0,
     **limits: Any,
 ) -> AsyncIterator[Cluster]:
-    """Start store, gateway, controller and worker; stop them all afterwards."""
+    """Start store, gateway, controller and worker; stop them all afterwards.
+
+    A step takes ``step_s`` longer than it must: the tiny model would be done before a test can
+    interfere.
+    """
     block_bytes = layout_bytes(model, dtype, block_size)
     gateway, controller = ScriptedGateway(), ScriptedController()
     gateway_server, gateway_address = await _serve(
@@ -296,11 +304,20 @@ async def running_worker(
         budget_bytes=budget, page_bytes=block_bytes, slab_bytes=16 * block_bytes
     ) as store:
         worker = WorkerActor(settings, find)
+        run = Engine.run
+
+        def slowly(engine: Engine, plan: StepPlan) -> StepDone:
+            time.sleep(step_s)
+            return run(engine, plan)
+
+        patch = mock.patch.object(Engine, "run", slowly)
+        patch.start()
         try:
             await worker.ping()
             directory = {GATEWAY: gateway_address, STORE: store.address}
             yield Cluster(worker, store, gateway, controller, directory, block_bytes)
         finally:
+            patch.stop()
             await worker.stop()
             await gateway_server.stop(None)
             await control_server.stop(None)

@@ -335,6 +335,29 @@ def test_a_drop_of_an_older_run_does_not_touch_a_newer_one(bench: Bench) -> None
     assert bench.state(r) is State.WAITING
 
 
+def test_a_drop_reaches_runs_that_have_not_come_yet(bench: Bench) -> None:
+    r = request()
+    bench.running(r, 40)
+    coming = Run(1, bench.counter + 1)
+    bench.do(FromGateway(G, Drop(r.seq, coming)))
+    assert bench.departed() == [(r.seq, Departure.DROPPED)]
+    bench.step(41)
+    assert bench.admit(r) == coming
+    assert not bench.core.residents
+
+
+def test_another_prompt_under_the_same_name_starts_from_nothing(bench: Bench) -> None:
+    r = request()
+    bench.running(r, 40, 41)
+    run = bench.admit(r)
+    bench.step(42)
+    other = make_request("r", [*r.record.prompt_ids, 40], 6, "g")
+    bench.attached(other, run)
+    chunk = bench.only(RunStep).plan.chunks[0]
+    assert (chunk.start, chunk.token_ids, chunk.index) == (4, (r.record.prompt_ids[4], 40), 0)
+    assert bench.said(Tokens) == []
+
+
 # ---- attaching -----------------------------------------------------------------------------
 
 

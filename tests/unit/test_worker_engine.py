@@ -23,7 +23,7 @@ class FakeRunner:
     """Logits favour the last token + 1; NaN after token 6; the device breaks on token 7."""
 
     config: Any = SimpleNamespace(max_positions=10, vocab_size=VOCAB)
-    backend: Any = SimpleNamespace(sample=sampler.sample)
+    backend: Any = SimpleNamespace(sample=sampler.sample, kv_saturations=0)
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         lasts = [part.token_ids[-1] for part in slices if part.logits]
@@ -37,13 +37,20 @@ class FakeRunner:
         return logits
 
 
-def chunk(name: str, *token_ids: int, start: int = 0, sample: bool = True) -> Chunk:
+def chunk(
+    name: str,
+    *token_ids: int,
+    start: int = 0,
+    sample: bool = True,
+    stop_token_ids: tuple[int, ...] = (),
+) -> Chunk:
     record = RequestRecord(
         request=RequestId(name),
         prompt_ids=(1,),
-        sampling=SamplingParams(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0, min_tokens=1),
         arrival_ms=0,
         seed=0,
+        stop_token_ids=stop_token_ids,
     )
     seq = Seq(record.request, 0)
     return Chunk(seq, Run(1, 1), start, token_ids, (0,), sample, 0, record, ())
@@ -63,6 +70,12 @@ def test_only_chunks_that_sample_get_tokens() -> None:
 def test_bad_logits_fail_their_sequence_only() -> None:
     done = step(chunk("a", 1), chunk("bad", 6), chunk("c", 2))
     assert [(o.seq.request, o.token.id) for o in done.outputs] == [("a", 2), ("c", 3)]
+    assert [seq.request for seq in done.failed] == ["bad"]
+
+
+def test_parameters_that_fit_no_vocabulary_fail_their_sequence_only() -> None:
+    done = step(chunk("a", 1), chunk("bad", 2, stop_token_ids=(VOCAB,)))
+    assert [o.seq.request for o in done.outputs] == ["a"]
     assert [seq.request for seq in done.failed] == ["bad"]
 
 

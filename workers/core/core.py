@@ -60,6 +60,13 @@ class WorkerCore:
     def counters(self) -> Counters:
         return self._roster.counters
 
+    def metrics(self) -> dict[str, int]:
+        """Counts since this life began, by name."""
+        return {
+            **asdict(self._roster.counters),
+            "prefix_hit_tokens": self._roster.blocks.hit_tokens,
+        }
+
     def handle(self, event: WorkerEvent, now_ms: int) -> list[WorkerEffect]:
         """Return what the shell must do about one event, in this order."""
         match event:
@@ -123,9 +130,8 @@ class WorkerCore:
             "blocks_quarantined": blocks.quarantined,
             "blocks_promised": roster.promised,
             "blocks_short": self._steps.blocks_short,
-            "prefix_hit_tokens": blocks.hit_tokens,
             "residents": {state: states.count(state) for state in sorted(set(states))},
-            **asdict(roster.counters),
+            **self.metrics(),
         }
 
     def check(self) -> None:

@@ -140,7 +140,7 @@ class Roster:
         blocks: int = 0,
         payload_bytes: int = 0,
     ) -> None:
-        """Let a resident go, whatever it is doing; copies in flight keep their blocks till then."""
+        """Let a resident go, whatever it is doing; a copy in flight keeps its blocks to its end."""
         self.stop_swap(resident)
         self.redeem(resident)
         self.release(resident)

@@ -88,8 +88,7 @@ class Talk:
             resident = self._roster.residents.get(message.seq)
             if resident is not None and resident.run <= message.run:
                 self._roster.depart(resident, Departure.DROPPED)
-            else:
-                self._roster.end(message.seq, message.run)
+            self._roster.end(message.seq, message.run)
             return
         resident = self._roster.find(message.seq, message.run)
         if resident is None or resident.gateway != event.gateway:
