@@ -55,6 +55,17 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's GGUF file; the test skips unless `deepinfer model get` has cached it."""
+    from deepinfer.deploy.models import SMOLLM2, cache_folder
+
+    path = cache_folder() / "models" / Path(SMOLLM2.member).name
+    if not path.is_file():
+        pytest.skip("needs the demo model in the cache: deepinfer model get")
+    return path
+
+
 def _has_cuda() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False

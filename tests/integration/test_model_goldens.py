@@ -1,7 +1,7 @@
 """Greedy ids of two real models against recorded ones (transformers, float32), with FP16 KV.
 
-The files live beside the repository (``../shared/data``, or ``DEEPINFER_SHARED_DATA``); SmolLM2's
-GGUF is named by ``DEEPINFER_SMOLLM2``. Each test skips where its file is absent.
+The goldens lie beside the repository (``../shared/data``, or ``DEEPINFER_SHARED_DATA``); SmolLM2
+comes from the cache of ``deepinfer model get``. Each test skips where its file is absent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from deepinfer.workers.pool import PagedPool
 SHARED = Path(
     os.environ.get("DEEPINFER_SHARED_DATA", Path(__file__).parents[2] / ".." / "shared" / "data")
 )
-SMOLLM2 = os.environ.get("DEEPINFER_SMOLLM2", "")
 MARGIN_ERROR = 0.01
 """Log-probabilities were seen to differ by up to 0.004 (FP16 KV): a margin by twice that."""
 
@@ -88,6 +87,5 @@ def test_stories260k() -> None:
     check(cases, make_runner(folder, 18), steps=48)
 
 
-@pytest.mark.skipif(not Path(SMOLLM2).is_file(), reason="DEEPINFER_SMOLLM2 names no GGUF file")
-def test_smollm2() -> None:
-    check(goldens("smollm2"), make_runner(Path(SMOLLM2), 24), steps=32)
+def test_smollm2(demo_model: Path) -> None:
+    check(goldens("smollm2"), make_runner(demo_model, 24), steps=32)

@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 
-from deepinfer.deploy.models import SMOLLM2, cache_folder
 from deepinfer.text.load import load_tokenizer
 from deepinfer.text.stream import TextStream
 from deepinfer.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    path = cache_folder() / "models" / Path(SMOLLM2.member).name
-    if not path.is_file():
-        pytest.skip("the demo model is not in the cache")
-    return load_tokenizer(path)
+def tokenizer(demo_model: Path) -> Tokenizer:
+    return load_tokenizer(demo_model)
 
 
 @pytest.fixture(scope="module")
