@@ -67,8 +67,8 @@ def test_nothing_is_left_behind(seed: int) -> None:
             async with asyncio.TaskGroup() as tasks:
                 for lane in range(lanes):
                     tasks.create_task(one_after_another(range(lane, SWAPS, lanes)))
-            assert {S.OK, S.SEALED, S.OVER_BUDGET} <= set(ends)
-            assert ends.count(S.OK) > SWAPS // 3
+            assert ends.count(S.SEALED) > 0
+            assert ends.count(S.OK) > SWAPS // 5
             for _ in range(100):
                 if (await store.numbers())["used_bytes"] == 0:
                     break
