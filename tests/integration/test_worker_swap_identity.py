@@ -25,7 +25,7 @@ from deepinfer.workers.core.events import (
     WorkerEffect,
 )
 from deepinfer.workers.engine import Engine
-from deepinfer.workers.local import GATEWAY, Completion, LocalEngine
+from deepinfer.workers.local import GATEWAY, Completion, LocalEngine, PoolTooSmallError
 from deepinfer.workers.model.decoder import Decoder
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.runner import ModelRunner
@@ -240,3 +240,11 @@ def test_penalties_and_choices_survive_a_swap(decoder: tuple[Decoder, CpuBackend
         again = engine.generate([PROMPT], sampling)
         assert engine.swaps == 1
         assert [c.tokens for c in again] == [c.tokens for c in whole]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers(
+    decoder: tuple[Decoder, CpuBackend],
+) -> None:
+    engine = make_engine(decoder, "fp16", blocks=3)
+    with pytest.raises(PoolTooSmallError, match="13 tokens: they need 4 KV blocks, the pool has 3"):
+        engine.generate([[7]], SAMPLING[0])
