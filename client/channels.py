@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from deepinfer.proto import inference_pb2_grpc
+from deepinfer.proto.bearer import bearer
 
 CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),  # the core retries, and knows what it has
@@ -32,9 +33,7 @@ class Channels:
         self.endpoints = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
         if not self.endpoints or not all(self.endpoints):
             raise ValueError(f"endpoints = {endpoints!r}: must be host:port, one or more")
-        if not token:
-            raise ValueError("token = '': must be the cluster's bearer token")
-        self.metadata = (("authorization", f"Bearer {token}"),)
+        self.metadata = bearer(token)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def stub(self, endpoint: str) -> inference_pb2_grpc.InferenceStub:

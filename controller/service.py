@@ -9,11 +9,11 @@ import grpc
 import structlog
 
 from deepinfer.controller import wire
-from deepinfer.controller.auth import RequireToken
 from deepinfer.controller.core.core import Report
 from deepinfer.controller.core.events import Peer, PeerKind
 from deepinfer.controller.shell import Shell
 from deepinfer.proto import control_pb2, control_pb2_grpc
+from deepinfer.proto.bearer import RequireToken
 
 log = structlog.get_logger(__name__)
 

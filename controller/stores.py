@@ -6,9 +6,9 @@ import grpc
 import structlog
 
 from deepinfer.controller import wire
-from deepinfer.controller.auth import bearer
 from deepinfer.kvstore.core.messages import Release, Reserve, StoreReply, StoreStatus
 from deepinfer.proto import kvstore_pb2_grpc
+from deepinfer.proto.bearer import bearer
 
 log = structlog.get_logger(__name__)
 

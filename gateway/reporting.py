@@ -14,6 +14,7 @@ from deepinfer.gateway.core.events import ReportAnswered
 from deepinfer.gateway.shell import Shell
 from deepinfer.kvstore.core.messages import GatewayReport
 from deepinfer.proto import control_pb2, control_pb2_grpc
+from deepinfer.proto.bearer import bearer
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Reporter:
         self._shell = shell
         self._find_controller = find_controller
         self._address = address
-        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._metadata = bearer(token)
 
     async def run(self) -> None:
         """Report until cancelled."""

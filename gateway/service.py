@@ -3,7 +3,7 @@
 Handlers translate, tell the shell, and write what it hands them. Errors:
 
 ===================  =======================================================================
-UNAUTHENTICATED      no bearer token, or a wrong one (``auth.RequireToken``)
+UNAUTHENTICATED      no bearer token, or a wrong one (``proto.bearer.RequireToken``)
 PERMISSION_DENIED    the resume key does not belong to the request id
 INVALID_ARGUMENT     a field is out of range, ``google.rpc.BadRequest`` names it; or no protobuf
 NOT_FOUND            another model is served
@@ -30,7 +30,6 @@ from google.rpc import (  # type: ignore[import-untyped]  # has no stubs
 from grpc_status import rpc_status
 
 from deepinfer.gateway import wire
-from deepinfer.gateway.auth import RequireToken
 from deepinfer.gateway.core.events import AbortRequest, Code, EndStream, StreamReady, ToStream
 from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
@@ -40,6 +39,7 @@ from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
 from deepinfer.kvstore.core.requests import InvalidRequestError, RequestRecord
 from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
+from deepinfer.proto.bearer import RequireToken
 
 MESSAGE_BYTES_MAX = 4 << 20
 INLINE_CHARS_MAX = 8_192

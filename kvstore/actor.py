@@ -20,7 +20,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from deepinfer.kvstore.auth import BearerInterceptor
 from deepinfer.kvstore.core.config import StoreConfig, StoreConfigError
 from deepinfer.kvstore.core.ids import Incarnation, NodeId, StoreId
 from deepinfer.kvstore.host_pool import SLAB_BYTES
@@ -28,6 +27,7 @@ from deepinfer.kvstore.local import LocalServer
 from deepinfer.kvstore.reporting import FindController, Reporter
 from deepinfer.kvstore.runtime import StoreRuntime
 from deepinfer.kvstore.service import CHANNEL_OPTIONS, StoreService
+from deepinfer.proto.bearer import RequireToken
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class StoreActor:
             if settings.same_node:
                 local = LocalServer(runtime, str(folder / "socket"))
             server = grpc.aio.server(
-                interceptors=[BearerInterceptor(settings.token)],
+                interceptors=[RequireToken(settings.token)],
                 options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)],
             )
             service = StoreService(

@@ -23,7 +23,6 @@ import grpc
 import grpc.aio
 
 from deepinfer.kvstore import wire
-from deepinfer.kvstore.auth import credentials
 from deepinfer.kvstore.copying import SpreadWriter, byte_views, chunks
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
@@ -43,6 +42,7 @@ from deepinfer.kvstore.link import (
 from deepinfer.kvstore.service import CHANNEL_OPTIONS, CHUNK_BYTES, SERVICE
 from deepinfer.proto import kvstore_pb2 as pb
 from deepinfer.proto import kvstore_pb2_grpc
+from deepinfer.proto.bearer import bearer
 
 Path = Literal["auto", "memfd", "grpc"]
 
@@ -122,7 +122,7 @@ class StoreClient:
             raise ValueError(f"path = {path!r}: must be auto, memfd or grpc")
         self.address = address
         self.writer = writer
-        self._metadata = credentials(token)
+        self._metadata = bearer(token)
         self._path: Path = path
         self._own_executor = (
             ThreadPoolExecutor(2, thread_name_prefix="kvclient") if executor is None else None

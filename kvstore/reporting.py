@@ -10,11 +10,11 @@ import grpc
 import grpc.aio
 
 from deepinfer.kvstore import wire
-from deepinfer.kvstore.auth import credentials
 from deepinfer.kvstore.core.events import ReportAnswered, ReportLinkUp
 from deepinfer.kvstore.core.messages import StoreReport
 from deepinfer.kvstore.runtime import StoreRuntime
 from deepinfer.proto import control_pb2, control_pb2_grpc
+from deepinfer.proto.bearer import bearer
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Reporter:
         self._runtime = runtime
         self._find_controller = find_controller
         self._address = address
-        self._metadata = credentials(token)
+        self._metadata = bearer(token)
 
     async def run(self) -> None:
         """Report until cancelled."""

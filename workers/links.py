@@ -18,6 +18,7 @@ import grpc.aio
 from deepinfer.kvstore.core.ids import GatewayId, WorkerRef
 from deepinfer.kvstore.core.messages import ToGateway, WorkerReport
 from deepinfer.proto import control_pb2, control_pb2_grpc, link_pb2, link_pb2_grpc
+from deepinfer.proto.bearer import Metadata, bearer
 from deepinfer.workers import wire
 from deepinfer.workers.core.events import (
     FromGateway,
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 Feed = Callable[[WorkerEvent], None]
-Metadata = tuple[tuple[str, str], ...]
 
 RETRY_FIRST_S = 0.05
 RETRY_MAX_S = 1.0
@@ -50,11 +50,6 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-
-
-def bearer(token: str) -> Metadata:
-    """The metadata that every call carries."""
-    return (("authorization", f"Bearer {token}"),)
 
 
 class Backoff:

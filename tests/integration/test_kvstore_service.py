@@ -12,11 +12,11 @@ import pytest
 
 from deepinfer.kvstore import wire
 from deepinfer.kvstore.actor import StoreSettings
-from deepinfer.kvstore.auth import credentials
 from deepinfer.kvstore.client import Deadlines, StoreClient
 from deepinfer.kvstore.core.config import StoreConfig, StoreConfigError
 from deepinfer.kvstore.core.messages import StoreStatus as S
 from deepinfer.proto import control_pb2, control_pb2_grpc, kvstore_pb2
+from deepinfer.proto.bearer import bearer
 from kvstore_kit import PAGE, TOKEN, buffers, draft, payload, running_store, ticket, until
 
 METHODS = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].methods
@@ -28,7 +28,7 @@ async def call(channel: grpc.aio.Channel, method: Any, token: str) -> grpc.Statu
     kind += "stream" if method.server_streaming else "unary"
     callable_ = getattr(channel, kind)(f"/deepinfer.v1.KVStore/{method.name}")
     request: Any = iter([b""]) if method.client_streaming else b""
-    rpc = callable_(request, metadata=credentials(token), timeout=5)
+    rpc = callable_(request, metadata=bearer(token) if token else None, timeout=5)
     code: grpc.StatusCode = await rpc.code()
     return code
 
@@ -53,7 +53,7 @@ def test_a_message_above_the_limit_is_refused() -> None:
     async def main() -> None:
         async with running_store() as store, grpc.aio.insecure_channel(store.address) as channel:
             put = channel.stream_unary("/deepinfer.v1.KVStore/Put", None, None)
-            rpc: Any = put(iter([bytes(5 << 20)]), metadata=credentials(TOKEN), timeout=5)
+            rpc: Any = put(iter([bytes(5 << 20)]), metadata=bearer(TOKEN), timeout=5)
             assert await rpc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     asyncio.run(main())
@@ -70,7 +70,7 @@ def test_list_and_stats_say_what_is_there() -> None:
             listed: Any = channel.unary_unary(
                 "/deepinfer.v1.KVStore/List", None, kvstore_pb2.ListResponse.FromString
             )
-            response = await listed(b"", metadata=credentials(TOKEN))
+            response = await listed(b"", metadata=bearer(TOKEN))
             assert [(t.state, t.payload_bytes, t.tokens, t.blocks) for t in response.tickets] == [
                 ("reserved", 3 * PAGE, 0, 3),
                 ("committed", 2 * PAGE, 32, 2),

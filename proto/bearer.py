@@ -1,18 +1,30 @@
-"""The bearer token on every call to the controller; what is not listed is denied as well."""
+"""The bearer token on every RPC between the cluster's processes and its clients.
+
+It lives beside the contracts because it is part of each of them, and needs nothing of ours.
+"""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
+import grpc.aio
 
 HEADER = "authorization"
 
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that carry the token."""
+
+def bearer(token: str) -> Metadata:
+    """Metadata that carry the token.
+
+    Raises:
+        ValueError: the token is empty.
+    """
+    if not token:
+        raise ValueError("token = '': must not be empty")
     return ((HEADER, f"Bearer {token}"),)
 
 
@@ -24,8 +36,6 @@ class RequireToken(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not
     """
 
     def __init__(self, token: str) -> None:
-        if not token:
-            raise ValueError("token = '': must not be empty")
         self._expected = bearer(token)[0][1].encode()
         # A handler of this kind answers unary and streaming calls alike, and waits for no message.
         self._denied = grpc.stream_stream_rpc_method_handler(_deny)
@@ -38,7 +48,7 @@ class RequireToken(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Let a call with the token through."""
-        for key, value in handler_call_details.invocation_metadata:
+        for key, value in handler_call_details.invocation_metadata or ():
             if key == HEADER:
                 said = value.encode() if isinstance(value, str) else value
                 if hmac.compare_digest(said, self._expected):
