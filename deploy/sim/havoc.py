@@ -67,24 +67,32 @@ class Havoc:
         """End a process; the others hear of it."""
         if not host.up:
             return
-        life = Incarnation(host.life)
         host.kill()
+        self._tell_gone(host)
         world = self._world
+        if isinstance(host, WorkerHost):
+            for store in world.stores.values():
+                if store.plan.node == host.plan.node:
+                    self._tell(store, 100, store.writer_gone, host.ref)
+        elif isinstance(host, StoreHost):
+            for worker in world.workers.values():
+                self._tell(worker, 100, worker.store_gone, StoreId(host.name))
+
+    def false_alarm(self) -> None:
+        """The controller is told that a process is dead, and it is not."""
+        world = self._world
+        hosts = [*world.workers.values(), *world.stores.values(), *world.gateways.values()]
+        host = self._pick(hosts)
+        if host.up:
+            self._tell_gone(host)
+
+    def _tell_gone(self, host: Host) -> None:
+        life = Incarnation(host.life)
         match host:
             case WorkerHost():
                 self._tell_controller(WorkerGone(host.ref))
-                for store in world.stores.values():
-                    if store.plan.node == host.plan.node:
-                        delay = world.engine.rng.randrange(1, 100)
-                        world.engine.after(
-                            delay, store.take, store.life, store.writer_gone, (host.ref,)
-                        )
             case StoreHost():
                 self._tell_controller(StoreGone(StoreId(host.name), life))
-                for worker in world.workers.values():
-                    delay = world.engine.rng.randrange(1, 100)
-                    name = StoreId(host.name)
-                    world.engine.after(delay, worker.take, worker.life, worker.store_gone, (name,))
             case GatewayHost():
                 self._tell_controller(GatewayGone(GatewayId(host.name), life))
 
@@ -127,10 +135,11 @@ class Havoc:
 
     def _tell_controller(self, event: object) -> None:
         controller = self._world.controller
-        delay = self._world.engine.rng.randrange(1, 200)
-        self._world.engine.after(
-            delay, controller.take, controller.life, controller.drive, (event,)
-        )
+        self._tell(controller, 200, controller.drive, event)
+
+    def _tell(self, host: Host, longest_ms: int, act: Act, *args: Any) -> None:
+        """Have a process hear of something, in this life of it."""
+        self._later(longest_ms, host.take, host.life, act, args)
 
     def tell_members(self) -> None:
         """Ray tells the controller who is there, as of when it hears it."""
@@ -233,7 +242,13 @@ class Havoc:
         """A worker is told to drain, and now and then the controller too."""
         worker.take(worker.life, worker.drive, (StartDrain(),))
         if self._world.engine.rng.random() < 0.5:
-            self._tell_controller(Drain(WorkerId(worker.name)))
+            controller = self._world.controller
+            self._tell(controller, 100, self._hear_of_drain, controller, worker, worker.life)
+
+    def _hear_of_drain(self, controller: ControllerHost, worker: WorkerHost, life: int) -> None:
+        """A Drain names no life: whoever drains waits for the answer before the worker ends."""
+        if worker.up and worker.life == life:
+            controller.drive(Drain(WorkerId(worker.name)))
 
     def _replaced(self, worker: WorkerHost, life: int) -> None:
         if worker.up and worker.life == life:

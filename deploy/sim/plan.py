@@ -129,6 +129,7 @@ FAULTS = (
     "stop_store_long",
     "stop_gateway_long",
     "rival_controller",
+    "false_alarm",
     "cut_report",
     "cut_link",
     "cut_client",
