@@ -195,6 +195,24 @@ class ClusterConfig(BaseModel):
         except ValueError:
             return False
 
+    def warnings(self) -> tuple[str, ...]:
+        """What is legal but should be known at start-up, a sentence each."""
+        found = []
+        if not self.loopback:
+            found.append(
+                f"host = {self.host!r} is not loopback: whoever reaches it and holds the token can "
+                "use the cluster, and traffic is not encrypted"
+            )
+        dtype = resolve_kv_dtype(self.kv_cache_dtype).name
+        if dtype in ("fp8", "fp8_e5m2", "k16v8"):
+            what = "V is" if dtype == "k16v8" else "K and V are"
+            found.append(
+                f"kv_cache_dtype = {self.kv_cache_dtype!r}: {what} cast to 8-bit floats without a "
+                "scale and values beyond their range saturate (counted in kv_saturations); some "
+                "models lose much of their quality even where nothing saturates"
+            )
+        return tuple(found)
+
 
 def load_config(file: Path | None = None, flags: dict[str, Any] | None = None) -> ClusterConfig:
     """Read the YAML file, lay the flags that were given over it, and check the whole.

@@ -49,13 +49,8 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
     Raises:
         LaunchError: it could not be started.
     """
-    if not config.loopback:
-        console.print(
-            f"warning: host = {config.host!r} is not loopback: whoever reaches it and holds the "
-            "token can use the cluster, and traffic is not encrypted",
-            style="yellow",
-            markup=False,
-        )
+    for warning in config.warnings():
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
     with stop_signals(), contextlib.suppress(KeyboardInterrupt):
         with console.status("starting") as spinner:
             cluster = Cluster(config, say=lambda line: spinner.update(line))

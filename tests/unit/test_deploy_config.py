@@ -84,3 +84,14 @@ def test_loopback_is_recognised() -> None:
 def test_the_documented_settings_are_the_real_ones(repo_root: Path) -> None:
     text = (repo_root / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert reference() in text
+
+
+def test_what_should_be_known_at_start_up_is_said() -> None:
+    assert ClusterConfig().warnings() == ()
+    assert ClusterConfig(kv_cache_dtype="int8").warnings() == ()
+    [exposed] = ClusterConfig(host="0.0.0.0").warnings()
+    assert "0.0.0.0" in exposed
+    for dtype in ("fp8", "e4m3", "e5m2", "k16v8"):
+        [cast] = ClusterConfig(kv_cache_dtype=dtype).warnings()
+        assert dtype in cast
+        assert "kv_saturations" in cast
