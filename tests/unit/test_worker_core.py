@@ -477,6 +477,25 @@ def test_tokens_of_a_step_that_was_overtaken_do_not_count(bench: Bench) -> None:
     assert bench.core.residents[r.seq].tokens[4:] == [40, 77]
 
 
+def test_a_step_over_kv_that_was_given_up_does_not_count(bench: Bench) -> None:
+    r = request(prompt=4)
+    bench.running(r, 40, 41, 42, 43)
+    run = bench.admit(r)
+    # The step in flight computes 43, which stands; but what it attends to does not.
+    bench.attached(r, run, [77, 41, 42, 43])
+    following = bench.step(90)
+    assert following is not None
+    chunk = following.plan.chunks[0]
+    assert (chunk.start, chunk.token_ids) == (4, (77, 41, 42, 43))
+
+
+def test_a_doubled_answer_to_attach_does_not_repeat_tokens(bench: Bench) -> None:
+    r = request()
+    run = bench.running(r, 40)
+    bench.attached(r, run)
+    assert bench.said(Tokens) == []
+
+
 # ---- swap out ------------------------------------------------------------------------------
 
 
