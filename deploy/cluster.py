@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from deepinfer.deploy.access import CONTROLLER, RayController
@@ -192,6 +192,7 @@ class Cluster:
                         block_size=config.block_size,
                         block_bytes=layout.block_bytes,
                         max_batch_tokens=config.max_batch_tokens,
+                        max_batch_seqs=min(64, config.max_batch_tokens),
                         prefill_chunk_tokens=config.prefill_chunk_tokens,
                         prefix_cache=config.prefix_cache,
                     ),
@@ -341,15 +342,42 @@ def _start_ray(log_level: str) -> None:
 
     if ray.is_initialized():
         raise LaunchError("this process already uses Ray: stop that first (ray.shutdown())")
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        object_store_memory=RAY_OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=log_level == "debug",
-        logging_level=logging.WARNING,
-    )
+    with _interrupts_later():
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=RAY_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=log_level == "debug",
+            logging_level=logging.WARNING,
+        )
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block ends.
+
+    A Ray that is half started leaves processes behind. And ``ray.init`` puts a handler for SIGTERM
+    beneath Python's, which aborts the process 3 s after the signal, in the middle of stopping:
+    setting Python's handlers anew takes it away.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def hold(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    before = {s: signal.signal(s, hold) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager
