@@ -81,11 +81,11 @@ class Worker:
         )
 
     def uncommitted_blocks(self, reserve_full: bool, but: Seq | None = None) -> int:
-        """Free blocks that no placement under way and no earmark (other than ``but``'s) counts on.
+        """Free blocks that no resident, placement under way or earmark (but ``but``'s) waits for.
 
         Negative while room is being made.
         """
-        free = self.blocks_free - sum(self.pending.values())
+        free = self.blocks_free - self.blocks_short - sum(self.pending.values())
         if reserve_full:
             free = min(free, self.blocks_total - sum(self.full_blocks.values()))
         ahead = sum(self.earmarks.values())

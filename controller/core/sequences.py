@@ -209,7 +209,10 @@ class Sequence:
         if reserve_full:
             return self.tokens_max
         payload = self.payload()
-        return max(self.tokens, payload.level.tokens if payload else 0)
+        if payload is None:
+            return self.tokens
+        # The next token's KV has to fit too: or it would come back only to starve.
+        return max(self.tokens, min(payload.level.tokens + 1, self.tokens_max))
 
     @property
     def forgettable(self) -> bool:
