@@ -69,7 +69,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     Args:
         shell: the gateway.
         secret: the cluster's secret, from which resume keys are made.
-        status: asks the controller for its status document; may raise StatusUnavailableError.
+        status: asks the controller for its status document; may raise StatusUnavailableError, or
+            what ``ControllerAccess`` says.
     """
 
     def __init__(self, shell: Shell, secret: bytes, status: Status) -> None:
@@ -128,7 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The controller's status document, with this gateway's counts added."""
         try:
             document = dict(await self._status())
-        except StatusUnavailableError as error:
+        except (OSError, RuntimeError, LookupError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         document["gateway"] = {"name": self._shell.gateway, **self._shell.snapshot()}
         return inference_pb2.GetStatusResponse(json=json.dumps(document, sort_keys=True))

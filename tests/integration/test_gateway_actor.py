@@ -13,7 +13,6 @@ import pytest
 from deepinfer.client import AsyncClient, Unavailable
 from deepinfer.client.core.resume import ClientConfig
 from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
-from deepinfer.gateway.service import StatusUnavailableError
 from deepinfer.proto import control_pb2_grpc
 from deepinfer.text.load import load_tokenizer
 from support.byte_tokenizer import write_byte_tokenizer
@@ -40,7 +39,7 @@ async def nobody() -> str:
 
 
 async def no_status() -> Mapping[str, object]:
-    raise StatusUnavailableError("the controller does not answer")
+    raise LookupError("the controller does not answer")
 
 
 def test_it_serves_by_itself_and_again_on_its_port(tmp_path: Path) -> None:
@@ -97,8 +96,9 @@ def test_without_a_controller_there_is_no_status(tmp_path: Path) -> None:
     async def test() -> None:
         actor = GatewayActor(settings(folder, 0), ControllerAccess(find=nobody, status=no_status))
         async with AsyncClient(await actor.address(), token=TOKEN) as client:
-            with pytest.raises(Unavailable, match="the controller does not answer"):
+            with pytest.raises(Unavailable, match="the controller does not answer") as caught:
                 await client.status()
+            assert caught.value.code == "UNAVAILABLE"
         await actor.stop()
 
     with asyncio.Runner() as runner:
