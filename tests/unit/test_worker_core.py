@@ -526,6 +526,7 @@ def test_a_swap_frees_only_after_the_commit(bench: Bench) -> None:
         40,
         3500,
     )
+    assert bench.core.metrics()["cpu_offload_seconds"] == 0.0035
 
 
 def test_a_swap_in_the_middle_of_a_prompt_resumes_there(bench: Bench) -> None:
@@ -697,6 +698,9 @@ def test_a_resume_attaches_fetches_and_goes_on(bench: Bench) -> None:
     assert bench.state(r) is State.DECODE
     assert bench.report is not None
     assert bench.report.residents[0].ticket is None
+    metrics = bench.core.metrics()
+    assert metrics["cpu_reload_seconds"] == 7e-6
+    assert metrics["cpu_offload_seconds"] == pytest.approx(5e-6)
 
 
 def test_a_payload_counts_only_up_to_the_gateways_tokens(bench: Bench) -> None:

@@ -60,11 +60,14 @@ class WorkerCore:
     def counters(self) -> Counters:
         return self._roster.counters
 
-    def metrics(self) -> dict[str, int]:
-        """Counts since this life began, by name."""
+    def metrics(self) -> dict[str, float]:
+        """Counts since this life began, by name; times in seconds."""
+        counts: dict[str, float] = asdict(self._roster.counters)
         return {
-            **asdict(self._roster.counters),
+            "cpu_offload_seconds": counts.pop("offload_us") / 1e6,
+            "cpu_reload_seconds": counts.pop("reload_us") / 1e6,
             "prefix_hit_tokens": self._roster.blocks.hit_tokens,
+            **counts,
         }
 
     def handle(self, event: WorkerEvent, now_ms: int) -> list[WorkerEffect]:

@@ -32,6 +32,10 @@ class Counters:
     tokens_generated: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
+    offload_us: int = 0
+    """Copies, hashing and the store's calls of committed swap-outs."""
+    reload_us: int = 0
+    """The same of verified swap-ins."""
     swap_failures: int = 0
     recomputed: int = 0
 

@@ -111,6 +111,7 @@ class Swaps:
         order = leaving.order
         if outcome is Outcome.GONE:
             roster.counters.swaps_out += 1
+            roster.counters.offload_us += leaving.copy_us
             self._talk.notice(
                 resident,
                 NoticeKind.SWAPPED_OUT,
@@ -156,6 +157,7 @@ class Swaps:
         roster.changed = True
         if good:
             roster.counters.swaps_in += 1
+            roster.counters.reload_us += event.copy_us
             self._talk.notice(
                 resident,
                 NoticeKind.RESUMED,
