@@ -7,7 +7,7 @@ Nothing here may import another part of DeepInfer except ``proto`` and the share
     with Client("127.0.0.1:7470", token=token) as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
         for event in client.stream("Once upon a time", temperature=0.0):
-            if isinstance(event, Delta):
+            if isinstance(event, Delta | Finished):
                 print(event.text, end="")
 """
 
