@@ -122,7 +122,7 @@ class GatewayActor:
         )
         port = await _bind(server, settings.host, settings.port)
         await server.start()
-        address = f"{settings.host}:{port}"
+        address = endpoint(settings.host, port)
         reporter = Reporter(shell, self._controller.find, address=address, token=settings.token)
         self._address.set_result(address)
         log.info("gateway %s serves at %s", settings.gateway, address)
@@ -147,6 +147,11 @@ class GatewayActor:
             os._exit(1)
 
 
+def endpoint(host: str, port: int) -> str:
+    """Host and port as gRPC takes them: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 async def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Bind, waiting for a predecessor's sockets to go if the port is a fixed one.
 
@@ -155,7 +160,7 @@ async def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """
     for attempt in range(BIND_ATTEMPTS):
         try:
-            return server.add_insecure_port(f"{host}:{port}")
+            return server.add_insecure_port(endpoint(host, port))
         except RuntimeError:
             if port == 0 or attempt == BIND_ATTEMPTS - 1:
                 raise

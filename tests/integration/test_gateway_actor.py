@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -99,6 +101,29 @@ def test_without_a_controller_there_is_no_status(tmp_path: Path) -> None:
             with pytest.raises(Unavailable, match="the controller does not answer") as caught:
                 await client.status()
             assert caught.value.code == "UNAVAILABLE"
+        await actor.stop()
+
+    with asyncio.Runner() as runner:
+        runner.run(test())
+        gc.collect()
+        runner.run(asyncio.sleep(0))
+
+
+def test_an_ipv6_host_is_served(tmp_path: Path) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
+    folder = write_byte_tokenizer(tmp_path / "tokenizer")
+
+    async def test() -> None:
+        access = ControllerAccess(find=nobody, status=no_status)
+        actor = GatewayActor(replace(settings(folder, 0), host="::1"), access)
+        address = await actor.address()
+        assert address.startswith("[::1]:")
+        async with AsyncClient(address, token=TOKEN) as client:
+            assert [model.id for model in await client.models()] == ["bytes"]
         await actor.stop()
 
     with asyncio.Runner() as runner:
