@@ -283,7 +283,7 @@ class GatewayCore:
         taken = choice.take(said, entry.record.sampling.max_tokens, now_ms)
         new = len(choice.tokens) - held
         self.counters["tokens_total"] += new
-        self.counters[f"tokens_{taken.value}_dropped_total"] += len(said.tokens) - new
+        self.counters[taken.value] += len(said.tokens) - new
         self._send(worker, Ack(said.seq, said.run, len(choice.tokens), choice.finish is not None))
         if taken is Taken.ACCEPTED:
             self._scan(choice)

@@ -25,12 +25,15 @@ _LOGPROB_BYTES = 90
 
 
 class Taken(Enum):
-    """What the exactly-once filter did with a ``Tokens`` message."""
+    """What the exactly-once filter did with a ``Tokens`` message.
 
-    ACCEPTED = "accepted"
-    AFTER_GAP = "after_gap"
-    CONTRADICTING = "contradicting"
-    ENDED = "ended"
+    The values name the counters of tokens that were not added.
+    """
+
+    ACCEPTED = "tokens_repeated_total"
+    AFTER_GAP = "tokens_after_gap_dropped_total"
+    CONTRADICTING = "tokens_contradicting_dropped_total"
+    ENDED = "tokens_ended_dropped_total"
 
 
 class Choice:

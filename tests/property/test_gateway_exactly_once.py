@@ -365,6 +365,6 @@ def test_the_schedules_reach_the_faults() -> None:
         "tokens_outdated_total",
         "tokens_unattached_total",
         "tokens_after_gap_dropped_total",
-        "tokens_accepted_dropped_total",
+        "tokens_repeated_total",
     ):
         assert reached[counter] >= 5, f"{counter}: {reached}"

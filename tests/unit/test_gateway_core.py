@@ -110,7 +110,7 @@ def test_tokens_are_taken_once_and_gaps_and_contradictions_are_told_the_length()
     assert bench.read() == [Delta(0, 0, (Token(5), Token(6))), Delta(0, 2, (Token(7),))]
     counters = bench.core.counters
     assert counters["tokens_total"] == 3
-    assert counters["tokens_accepted_dropped_total"] == 3
+    assert counters["tokens_repeated_total"] == 3
     assert counters["tokens_after_gap_dropped_total"] == 1
     assert counters["tokens_contradicting_dropped_total"] == 3 + 200 + 1
 
