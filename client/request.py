@@ -10,7 +10,12 @@ from deepinfer.proto import inference_pb2
 
 
 class Options(TypedDict, total=False):
-    """What a request may say besides its prompt; what is left out takes the server's default."""
+    """What a request may say besides its prompt; what is left out takes the server's default.
+
+    ``deadline_s`` counts from the request's arrival; then it ends with ``DeadlineExceeded``.
+    ``exact`` keeps the request out of steps of reduced weight precision: there are none so far.
+    ``priority`` reaches the controller, which goes by arrival and does not look at it so far.
+    """
 
     temperature: float
     top_p: float
