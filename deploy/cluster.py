@@ -170,6 +170,8 @@ class Cluster:
                     secret=secret,
                     config=GatewayConfig(
                         max_live_requests=config.max_live_requests,
+                        # Ended ones that are still being read have a stream too.
+                        max_streams=2 * config.max_live_requests,
                         orphan_grace_ms=round(config.orphan_grace_s * 1000),
                     ),
                 ),
@@ -277,9 +279,8 @@ def _worker_env(config: ClusterConfig) -> dict[str, str]:
 
 def _refuse_taken(config: ClusterConfig) -> None:
     """Raise if a gateway's port is in use; name the cluster that has it if it is one of ours."""
-    if config.port == 0:
-        return
-    for port in range(config.port, config.port + config.gateways):
+    # No port is asked for by 0, but the host may still be none of this machine's.
+    for port in range(config.port, config.port + config.gateways) if config.port else (0,):
         where = f"{config.host}:{port}"
         if any(where in cluster.endpoints for cluster in alive()):
             raise LaunchError(
