@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deepinfer.deploy.sim.world import World
 
 T = TypeVar("T")
-LONG_MS = 4000
+LONG_MS = 3500
 """Longer than any patience of the cores."""
 
 

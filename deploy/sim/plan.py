@@ -171,7 +171,7 @@ def draw(seed: int) -> Plan:
         )
         for i in range(rng.choice((1, 1, 1, 2, 2, 0)))
     )
-    busy_ms = rng.choice((1, 50, 200))
+    busy_ms = rng.choice((1, 100, 500, 1500))
     clients = tuple(
         _client(rng, i, prefixes, block_size, largest, busy_ms) for i in range(rng.randrange(3, 7))
     )
@@ -193,7 +193,7 @@ def draw(seed: int) -> Plan:
         ),
         faults=() if calm else chosen,
         fault_every_ms=0 if calm or not chosen else rng.choice((40, 120, 300)),
-        fault_phase_ms=rng.choice((500, 1500, 3000)),
+        fault_phase_ms=rng.choice((1000, 2000, 3000)),
         reserve_full=rng.random() < 0.2,
         growth_reserve_blocks=rng.choice((0, 1, 1, 2)),
         min_residency_tokens=rng.choice((0, 1, 4, 16)),
