@@ -41,7 +41,7 @@ def movable(worker: Worker, sequence: Sequence) -> bool:
         return False
     if sequence.swap is not None or sequence.preempt is not None or place.worker != worker.ref:
         return False
-    level = worker.residents.get(sequence.seq)
+    level = sequence.residents.get(worker.id)
     if level is None or level.run != place.run:
         return False
     return level.state is State.DECODE or level.state is State.PREFILL

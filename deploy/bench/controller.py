@@ -23,44 +23,61 @@ from deepinfer.deploy.bench.results import percentile, write_result
 EVENTS_A_SECOND_REQUIRED = 20_000
 WORKERS, REQUESTS = 1_000, 20_000
 REQUESTS_A_WORKER = REQUESTS // WORKERS
-POOL_BLOCKS = 600
-"""Blocks a worker: at 20 requests a worker about a fifth of them wait or are swapped out."""
-WORKERS_SWEEP = (10, 30, 100, 300, 1_000, 2_000)
-REQUESTS_SWEEP = (200, 2_000, 6_000, 20_000, 40_000)
-WARM_UP_ROUNDS = 40
-EVENTS_TIMED = 20_000
+POOL_BLOCKS = 630
+"""Blocks a worker: 20 requests take 580 on average, so that pools run short now and then."""
+SATURATED_BLOCKS = 560
+"""Blocks a worker that are too few: every newcomer is placed by swapping another out."""
+WORKERS_SWEEP = (10, 100, 1_000, 2_000)
+LINE_WORKERS = 100
+LINE_SWEEP = (2_400, 9_600, 38_400)
+"""Live requests on the full pools of 100 workers: what 2,000 do not leave room for waits."""
+WARM_UP_ROUNDS = 30
+EVENTS_TIMED = 10_000
+REPEATS = 3
 
 
 def measure(
-    workers: int, requests: int, events: int = EVENTS_TIMED, seed: int = 0
+    workers: int,
+    requests: int,
+    *,
+    pool_blocks: int = POOL_BLOCKS,
+    events: int = EVENTS_TIMED,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Time ``handle()`` over at least ``events`` events of a cluster that is warm and busy.
 
     Returns:
         events per second and the mean of one event (microseconds), both of the thread's CPU time,
         so that others on the machine do not count; the same by the wall clock, with median and 99th
-        percentile; and what the events and effects were.
+        percentile; and what the events and effects were. Of ``REPEATS`` runs the fastest counts.
     """
-    traffic = Traffic(workers, requests, POOL_BLOCKS, seed)
+    traffic = Traffic(workers, requests, pool_blocks, seed)
     traffic.run(WARM_UP_ROUNDS)
     warm = len(traffic.kept)
     before = traffic.core.counters
     decided = {name: getattr(before, name) for name in before.__slots__}
     while len(traffic.kept) < warm + events:
         traffic.run(1)
-    core = ControllerCore(1, ControllerConfig())
-    for event, now_ms in traffic.kept[:warm]:
-        core.handle(event, now_ms)
     timed = traffic.kept[warm:]
-    nanoseconds, cpu_s, effects = _time(core, timed)
-    if core.counters != traffic.core.counters:
-        raise RuntimeError("the core decided otherwise when it was told the same again")
+    best: tuple[float, list[int], int] | None = None
+    for _ in range(REPEATS):
+        core = ControllerCore(1, ControllerConfig())
+        for event, now_ms in traffic.kept[:warm]:
+            core.handle(event, now_ms)
+        nanoseconds, cpu_s, effects = _time(core, timed)
+        if core.counters != traffic.core.counters:
+            raise RuntimeError("the core decided otherwise when it was told the same again")
+        if best is None or cpu_s < best[0]:
+            best = cpu_s, nanoseconds, effects
+    assert best is not None
+    cpu_s, nanoseconds, effects = best
     after = core.counters
     wall_s = sum(nanoseconds) / 1e9
     micros = [n / 1e3 for n in nanoseconds]
     return {
         "workers": workers,
         "requests": requests,
+        "pool_blocks": pool_blocks,
         "events": len(timed),
         "events_per_s": round(len(timed) / cpu_s),
         "events_per_s_wall": round(len(timed) / wall_s),
@@ -103,28 +120,30 @@ def _time(core: ControllerCore, timed: list[tuple[Event, int]]) -> tuple[list[in
 
 
 def run(progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the required size, then the sweeps.
+    """Measure the sweeps, of which the required size is a part.
 
-    Workers are swept with 20 requests each; requests are swept on 1,000 workers. The cost may grow
-    by no more than the logarithm of the size does.
+    In the first sweep, workers and requests grow together, 20 requests a worker, so that the mix of
+    events stays the same; in the second the waiting line grows on workers that are full. The cost
+    may grow by no more than the logarithm of the requests does.
     """
-    sizes = [(w, w * REQUESTS_A_WORKER) for w in WORKERS_SWEEP]
-    sizes += [(WORKERS, r) for r in REQUESTS_SWEEP if (WORKERS, r) not in sizes]
+    sizes = [(w, w * REQUESTS_A_WORKER, POOL_BLOCKS) for w in WORKERS_SWEEP]
+    sizes += [(LINE_WORKERS, r, POOL_BLOCKS) for r in LINE_SWEEP]
+    sizes.append((WORKERS, REQUESTS, SATURATED_BLOCKS))
     task = None if progress is None else progress.add_task("controller", total=len(sizes))
     measured = {}
-    for workers, requests in sizes:
+    for workers, requests, pool_blocks in sizes:
         if progress is not None and task is not None:
             progress.update(task, description=f"{workers:,} workers, {requests:,} requests")
-        measured[workers, requests] = measure(workers, requests)
+        size = workers, requests, pool_blocks
+        measured[size] = measure(workers, requests, pool_blocks=pool_blocks)
         if progress is not None and task is not None:
             progress.advance(task)
-    by_workers = [measured[w, w * REQUESTS_A_WORKER] for w in WORKERS_SWEEP]
-    by_requests = [measured[WORKERS, r] for r in REQUESTS_SWEEP]
-    required = measured[WORKERS, REQUESTS]
+    by_workers = [measured[w, w * REQUESTS_A_WORKER, POOL_BLOCKS] for w in WORKERS_SWEEP]
+    by_line = [measured[LINE_WORKERS, r, POOL_BLOCKS] for r in LINE_SWEEP]
+    required = measured[WORKERS, REQUESTS, POOL_BLOCKS]
     return {
         "traffic": {
             "block_size": 16,
-            "pool_blocks": POOL_BLOCKS,
             "tokens_per_100_ms": TOKENS_A_ROUND,
             "prompt_tokens": "uniform 32..479",
             "max_tokens": "uniform 64..767",
@@ -135,22 +154,23 @@ def run(progress: Progress | None = None) -> dict[str, Any]:
             "holds": required["events_per_s"] >= EVENTS_A_SECOND_REQUIRED,
         },
         "growth": {
-            "workers": _growth(by_workers, "workers"),
-            "requests": _growth(by_requests, "requests"),
+            "workers_and_requests": _growth(by_workers),
+            "line": _growth(by_line),
         },
         "by_workers": by_workers,
-        "by_requests": by_requests,
+        "by_line": by_line,
+        "saturated": measured[WORKERS, REQUESTS, SATURATED_BLOCKS],
     }
 
 
-def _growth(measured: list[dict[str, Any]], size: str) -> dict[str, Any]:
-    """How the mean cost grows from the smallest size to the largest, against the logarithm."""
+def _growth(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the mean cost grows from the smallest size to the largest, against log(requests)."""
     low, high = measured[0], measured[-1]
     cost = high["event_us"]["mean"] / low["event_us"]["mean"]
-    bound = math.log(high[size]) / math.log(low[size])
+    bound = math.log(high["requests"]) / math.log(low["requests"])
     return {
-        "from": low[size],
-        "to": high[size],
+        "workers": [low["workers"], high["workers"]],
+        "requests": [low["requests"], high["requests"]],
         "cost_ratio": round(cost, 3),
         "log_ratio": round(bound, 3),
         "holds": cost <= bound,
@@ -165,29 +185,26 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axis, size, rows in (
-        (axes[0], "workers", figures["by_workers"]),
-        (axes[1], "requests", figures["by_requests"]),
-    ):
-        sizes = [row[size] for row in rows]
+    for axis, rows in ((axes[0], figures["by_workers"]), (axes[1], figures["by_line"])):
+        sizes = [row["requests"] for row in rows]
         means = [row["event_us"]["mean"] for row in rows]
         axis.plot(sizes, means, "o-", label="mean of handle()")
         scale = means[0] / math.log(sizes[0])
         bound = [scale * math.log(s) for s in sizes]
-        axis.plot(sizes, bound, "--", color="grey", label="log growth from the smallest")
+        axis.plot(sizes, bound, "--", color="grey", label="growth with log(requests)")
         axis.set_xscale("log")
-        axis.set_xlabel(size)
+        axis.set_xlabel("live requests")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     limit_us = 1e6 / EVENTS_A_SECOND_REQUIRED
     for axis in axes:
         axis.axhline(limit_us, color="tab:red", lw=0.8)
     axes[0].annotate(
-        "20,000 events/s", (figures["by_workers"][0]["workers"], limit_us), fontsize=8, va="bottom"
+        "20,000 events/s", (figures["by_workers"][0]["requests"], limit_us), fontsize=8, va="bottom"
     )
     axes[0].set_ylabel("microseconds an event")
-    axes[0].set_title("20 requests a worker", fontsize=10)
-    axes[1].set_title(f"{WORKERS:,} workers", fontsize=10)
+    axes[0].set_title("20 requests a worker (10 to 2,000 workers)", fontsize=10)
+    axes[1].set_title(f"{LINE_WORKERS} full workers, the rest waits", fontsize=10)
     axes[0].set_ylim(bottom=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -206,7 +223,7 @@ def main(output: Path = Path("docs/results")) -> None:
         progress.console.print(
             f"{required['measured']:,} events/s at {WORKERS:,} workers and {REQUESTS:,} requests "
             f"(required {EVENTS_A_SECOND_REQUIRED:,}); "
-            f"cost grows x{growth['workers']['cost_ratio']} with workers "
-            f"and x{growth['requests']['cost_ratio']} with requests",
+            f"its cost grows x{growth['workers_and_requests']['cost_ratio']} over the sizes "
+            f"and x{growth['line']['cost_ratio']} over the length of the line",
             highlight=False,
         )
