@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.requests import InvalidRequestError, RequestRecord, SamplingParams
@@ -82,7 +83,7 @@ def build_record(
         raise UnknownModelError(f"model {ask.model!r} is not served; {card.model!r} is")
     sampling, vocab = ask.sampling, card.vocab_size
     _check_limits(ask, vocab)
-    prompt = _prompt_ids(ask, card)
+    prompt = _prompt_ids(ask, card, arrival_ms)
     room = card.max_context_tokens - len(prompt)
     if room < 1:
         raise InvalidRequestError(
@@ -130,16 +131,20 @@ def _check_ids(name: str, ids: tuple[int, ...], vocab: int) -> None:
             raise InvalidRequestError(f"{name}[{position}]", token_id, f"from 0 to {vocab - 1}")
 
 
-def _prompt_ids(ask: Ask, card: ModelCard) -> tuple[int, ...]:
+def _prompt_ids(ask: Ask, card: ModelCard, arrival_ms: int) -> tuple[int, ...]:
     if ask.input_ids is not None:
         name, ids = "tokenized.input_ids", list(ask.input_ids)
     elif ask.text is not None:
         name, ids = "text", card.tokenizer.encode(ask.text)
     elif ask.messages is not None:
         name = "chat.messages"
+        # A template that shows the date must show the same one when the request is resumed, after
+        # midnight and at a gateway in another time zone too: it is part of the prompt.
+        arrival = datetime.fromtimestamp(arrival_ms / 1000, UTC)
         try:
             ids = card.tokenizer.encode_chat(
-                [{"role": role, "content": content} for role, content in ask.messages]
+                [{"role": role, "content": content} for role, content in ask.messages],
+                now=arrival,
             )
         except ChatMessageError as error:
             raise InvalidRequestError(f"chat.{error.name}", error.value, error.allowed) from error

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from deepinfer.gateway.core.events import ChoiceUsage
 from deepinfer.gateway.intake import Ask
 from deepinfer.kvstore.core.ids import (
@@ -81,7 +84,14 @@ def sampling_from(said: inference_pb2.SamplingParams) -> SamplingParams:
 
 
 def ask_from(said: inference_pb2.GenerateRequest) -> Ask:
-    """Read a request."""
+    """Read a request.
+
+    Raises:
+        InvalidRequestError: a parameter is out of range, or a field is not in this contract:
+            whoever wrote it wants something that would not be done.
+    """
+    _refuse_unknown("request", said)
+    _refuse_unknown("sampling_params", said.sampling_params)
     which = said.WhichOneof("input")
     return Ask(
         model=said.model,
@@ -99,6 +109,16 @@ def ask_from(said: inference_pb2.GenerateRequest) -> Ask:
         exact=said.exact,
         include_events=said.include_events,
     )
+
+
+def _refuse_unknown(name: str, said: Message) -> None:
+    unknown = UnknownFieldSet(said)
+    numbers = sorted({unknown[i].field_number for i in range(len(unknown))})
+    if numbers:
+        known = ", ".join(field.name for field in said.DESCRIPTOR.fields)
+        raise InvalidRequestError(
+            name, f"with field {', '.join(map(str, numbers))}", f"of known fields: {known}"
+        )
 
 
 def received_from(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 
 import tokenizers
 
@@ -74,16 +75,21 @@ class Tokenizer:
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime | None = None,
     ) -> list[int]:
         """Return the ids of ``messages`` in the model's own chat format.
 
+        A template may show the date: ``now``, or the local time when it is not given.
         Raises :class:`ChatMessageError` for malformed messages and :class:`ChatTemplateError` for
         a model without a template or a template that refuses them.
         """
         if self.chat is None:
             raise ChatTemplateError("this model has no chat template: send a prompt, not messages")
-        text = self.chat.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self.chat.render(messages, add_generation_prompt=add_generation_prompt, now=now)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
