@@ -31,10 +31,6 @@ class Shelf:
         """Take a request away; return whether it was here."""
         return self._since_ms.pop(request, None) is not None
 
-    def oldest(self) -> RequestId | None:
-        """The one that has been here longest."""
-        return next(iter(self._since_ms), None)
-
     def take_expired(self, up_to_ms: int) -> list[RequestId]:
         """Take away all that were put here at ``up_to_ms`` or before."""
         expired = []

@@ -155,11 +155,6 @@ class KvLayout:
         """Bytes of one block over all layers, scales included."""
         return self.payload_end + self.layers * 2 * self.scale_elements * SCALE_BYTES
 
-    @property
-    def token_bytes(self) -> float:
-        """Bytes one cached token costs in a full block."""
-        return self.block_bytes / self.block_size
-
     def k_offset(self, layer: int) -> int:
         """Byte offset of layer ``layer``'s K, ``[kv_heads, block_size, head_dim]``."""
         self._check_layer(layer)
