@@ -111,12 +111,11 @@ class StoreClient:
         address: str,
         writer: WorkerRef,
         *,
-        token: str = "",
+        token: str,
         path: Path = "auto",
         executor: Executor | None = None,
         on_map: OnMap | None = None,
         deadlines: Deadlines | None = None,
-        tls: grpc.ChannelCredentials | None = None,
     ) -> None:
         if path not in ("auto", "memfd", "grpc"):
             raise ValueError(f"path = {path!r}: must be auto, memfd or grpc")
@@ -131,11 +130,7 @@ class StoreClient:
         self._on_map = on_map
         self._deadlines = deadlines or Deadlines()
         options = [*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS]
-        self._channel = (
-            grpc.aio.insecure_channel(address, options)
-            if tls is None
-            else grpc.aio.secure_channel(address, tls, options)
-        )
+        self._channel = grpc.aio.insecure_channel(address, options)
         self._stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self._put_call: Any = self._channel.stream_unary(
             f"/{SERVICE}/Put",
