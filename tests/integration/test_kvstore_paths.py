@@ -303,7 +303,9 @@ def test_reservations_expire() -> None:
 def test_without_the_token_nothing_is_done() -> None:
     async def main() -> None:
         async with running_store() as store:
-            for token in ("", "another token", TOKEN[:-1]):
+            with pytest.raises(ValueError, match="token = ''"):
+                store.client("grpc", token="")
+            for token in ("another token", TOKEN[:-1]):
                 client = store.client("grpc", token=token)
                 refused = await client.reserve(ticket(1), PAGE, epoch=1)
                 assert refused.status is S.UNREACHABLE
