@@ -213,6 +213,12 @@ class Havoc:
         if client.up:
             client.cut()
 
+    def abort_client(self) -> None:
+        """A user no longer wants the answer."""
+        client = self._pick(list(self._world.clients.values()))
+        if client.up:
+            client.abort()
+
     def _cut(self, host: Host) -> None:
         streams = list(host.streams)
         if streams:

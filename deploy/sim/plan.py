@@ -133,6 +133,7 @@ FAULTS = (
     "cut_report",
     "cut_link",
     "cut_client",
+    "abort_client",
     "rot",
     "drain_worker",
 )
@@ -157,7 +158,7 @@ def draw(seed: int) -> Plan:
             max_batch_tokens=rng.choice((4, 8, 64)),
             max_batch_seqs=rng.choice((1, 2, 8, 8)),
             step_ms=rng.choice((3, 10, 30)),
-            copy_ms=rng.choice((2, 10, 60)),
+            copy_ms=rng.choice((2, 20, 100)),
         )
         for i in range(rng.choice((1, 2, 2, 3)))
     )
