@@ -14,6 +14,7 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 1.0
 _OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )

@@ -47,6 +47,7 @@ from deepinfer.proto.bearer import bearer
 Path = Literal["auto", "memfd", "grpc"]
 
 _RECONNECT_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # or a proxy of the environment is asked, for loopback too
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 RETRY_S = 0.2
 _BACKLOG_MAX = 256
 _CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -44,6 +44,7 @@ REPORTS_MAX = 256
 """Reports that may wait; for a controller that falls further behind a new stream is opened."""
 MESSAGE_BYTES_MAX = 64 * 2**20
 CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # or a proxy of the environment is asked, for loopback too
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     # A peer that restarts is back within a second; gRPC's own backoff would wait up to two minutes.
