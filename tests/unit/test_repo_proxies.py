@@ -1,4 +1,4 @@
-"""No channel of ours goes through a proxy that the environment names: peers are reached directly."""
+"""No channel of ours goes through a proxy of the environment: peers are reached directly."""
 
 from __future__ import annotations
 
