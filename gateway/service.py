@@ -45,6 +45,8 @@ MESSAGE_BYTES_MAX = 4 << 20
 INLINE_CHARS_MAX = 8_192
 """Longer inputs are tokenized in a thread, so that the other streams go on."""
 CHOICES_MAX = 64
+STATUS_SEQUENCES_MAX = 5_000
+"""A few hundred bytes each, so that the document fits ``MESSAGE_BYTES_MAX``."""
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # or a second server on the port would silently take half the calls
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -126,11 +128,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GetStatus(
         self, request: inference_pb2.GetStatusRequest, context: Context
     ) -> inference_pb2.GetStatusResponse:
-        """The controller's status document, with this gateway's counts added."""
+        """The controller's status document, with this gateway's counts added.
+
+        Of ``sequences`` only so many are listed as fit a message; ``sequences_left_out`` counts
+        the others.
+        """
         try:
             document = dict(await self._status())
         except (OSError, RuntimeError, LookupError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        listed = document.get("sequences")
+        if isinstance(listed, list):
+            document["sequences"] = listed[:STATUS_SEQUENCES_MAX]
+            document["sequences_left_out"] = max(0, len(listed) - STATUS_SEQUENCES_MAX)
         document["gateway"] = {"name": self._shell.gateway, **self._shell.snapshot()}
         return inference_pb2.GetStatusResponse(json=json.dumps(document, sort_keys=True))
 

@@ -109,6 +109,26 @@ def test_without_a_controller_there_is_no_status(tmp_path: Path) -> None:
         runner.run(asyncio.sleep(0))
 
 
+def test_the_status_of_very_many_sequences_fits_a_message(tmp_path: Path) -> None:
+    folder = write_byte_tokenizer(tmp_path / "tokenizer")
+    row = {"request": "gateway-0-" + "0" * 24, "state": "decode", "worker": "worker-0" * 8}
+
+    async def test() -> None:
+        async def status() -> Mapping[str, object]:
+            return {"sequences": [row] * 40_000}
+
+        actor = GatewayActor(settings(folder, 0), ControllerAccess(find=nobody, status=status))
+        async with AsyncClient(await actor.address(), token=TOKEN) as client:
+            document = await client.status()
+        assert (len(document["sequences"]), document["sequences_left_out"]) == (5_000, 35_000)
+        await actor.stop()
+
+    with asyncio.Runner() as runner:
+        runner.run(test())
+        gc.collect()
+        runner.run(asyncio.sleep(0))
+
+
 def test_an_ipv6_host_is_served(tmp_path: Path) -> None:
     try:
         with socket.socket(socket.AF_INET6) as probe:
