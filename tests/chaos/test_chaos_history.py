@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepinfer.client import Accepted, Choice, Delta, Event, Finished, Notice, SwapStats, Timings
-from support.chaos import Faults, History
+from support.chaos_history import Faults, History
 
 EXPECTED = (5, 6, 7, 8)
 

@@ -21,7 +21,8 @@ from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.models import resolve_model
 from deepinfer.deploy.oracle import Question, unpressed
 from deepinfer.workers.failpoints import PLACES, Place
-from support.chaos import Chaos, Faults, Kill, chaos_folder, summary, tight_pool
+from support.chaos import Chaos, Kill, chaos_folder, summary, tight_pool
+from support.chaos_history import Faults
 from support.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
@@ -131,3 +132,17 @@ def test_worker_kills(chaos: Chaos, request: pytest.FixtureRequest) -> None:
 )
 def test_kill_of(chaos: Chaos, actors: tuple[str, ...]) -> None:
     assert chaos.kill_actors(*actors).faults == Faults()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chaos", ["memfd", "grpc"], indirect=True)
+@pytest.mark.parametrize(
+    "actors",
+    [
+        ("worker-0", "worker-1"),
+        ("worker-0", "worker-1", "controller", "store-local", "gateway-0", "gateway-1"),
+    ],
+    ids=["workers", "everyone"],
+)
+def test_storm(chaos: Chaos, actors: tuple[str, ...]) -> None:
+    assert chaos.storm(actors, kills=20).faults == Faults()

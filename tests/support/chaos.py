@@ -16,17 +16,17 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer.client import Accepted, AsyncClient, Delta, Event, Finished, Notice, Unavailable
+from deepinfer.client import AsyncClient, Unavailable
 from deepinfer.deploy.bench.results import percentile
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.oracle import Answer, Question
 from deepinfer.workers.failpoints import FOLDER_VARIABLE, Place
+from support.chaos_history import Faults, History
 
 log = logging.getLogger(__name__)
 
@@ -36,92 +36,6 @@ STREAM_PATIENCE_S = 120.0
 SETTLE_PATIENCE_S = 60.0
 TRIES = 4
 """How often a trial's load is sent until its failpoint is reached."""
-
-
-@dataclass(slots=True)
-class History:
-    """Everything one stream delivered, as it was delivered."""
-
-    expected: tuple[int, ...]
-    request: str = ""
-    events: list[tuple[float, Event]] = field(default_factory=list)
-
-    def hear(self, event: Event) -> None:
-        self.events.append((time.perf_counter(), event))
-        if isinstance(event, Accepted):
-            self.request = event.request_id
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(e.token_ids) for _, e in self.events if isinstance(e, Delta))
-
-    @property
-    def ended(self) -> bool:
-        return any(isinstance(e, Finished) for _, e in self.events)
-
-    def faults(self) -> Faults:
-        """Hold every delivery against the expected ids."""
-        seen = [0] * len(self.expected)
-        changed = disordered = 0
-        at = 0
-        for _, event in self.events:
-            if not isinstance(event, Delta):
-                continue
-            disordered += event.position != at
-            for position, token in enumerate(event.token_ids, event.position):
-                if position >= len(self.expected) or token != self.expected[position]:
-                    changed += 1
-                else:
-                    seen[position] += 1
-            at = event.position + len(event.token_ids)
-        final = [e.choice.token_ids for _, e in self.events if isinstance(e, Finished)]
-        return Faults(
-            lost=seen.count(0),
-            doubled=sum(count - 1 for count in seen if count > 1),
-            changed=changed,
-            disordered=disordered,
-            unfinished=int(final != [self.expected]),
-        )
-
-    def recovered_s(self, since: float) -> float | None:
-        """From ``since`` to the first token that a run placed after it made; None without one."""
-        placed = False
-        for at, event in self.events:
-            if at < since:
-                continue
-            placed = placed or (isinstance(event, Notice) and event.kind != "swap_failed")
-            if placed and isinstance(event, Delta):
-                return at - since
-        return None
-
-    def paused_s(self, since: float) -> float:
-        """The longest time without a token from ``since`` on."""
-        times = [since, *(at for at, e in self.events if isinstance(e, Delta) and at >= since)]
-        return max((b - a for a, b in pairwise(times)), default=0.0)
-
-    @property
-    def swaps(self) -> int:
-        return sum(e.choice.swaps.swaps for _, e in self.events if isinstance(e, Finished))
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What must not happen, counted."""
-
-    lost: int = 0
-    doubled: int = 0
-    changed: int = 0
-    disordered: int = 0
-    unfinished: int = 0
-
-    def __add__(self, other: Faults) -> Faults:
-        return Faults(
-            self.lost + other.lost,
-            self.doubled + other.doubled,
-            self.changed + other.changed,
-            self.disordered + other.disordered,
-            self.unfinished + other.unfinished,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +57,18 @@ class Kill:
     """From the kill until every process is back, every block free and the store empty."""
     reconnects: int
     swaps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storm:
+    """Kills that came before the cluster had got over the last one."""
+
+    killed: dict[str, int]
+    """How often each actor was."""
+    streams: int
+    tokens: int
+    faults: Faults
+    reconnects: int
 
 
 @dataclass(slots=True)
@@ -203,6 +129,48 @@ class Chaos:
             AssertionError: all streams had ended, or the cluster was not whole again.
         """
         return asyncio.run(self._kill_actors(actors))
+
+    def storm(self, actors: Sequence[str], kills: int, *, waves: int = 2) -> Storm:
+        """Kill one of the actors every 0.5 to 3 s, while ``waves`` loads follow each other.
+
+        Raises:
+            AssertionError: the cluster was not whole again in the end.
+        """
+        return asyncio.run(self._storm(actors, kills, waves))
+
+    async def _storm(self, actors: Sequence[str], kills: int, waves: int) -> Storm:
+        from ray.exceptions import ActorUnavailableError  # how Ray starts is for the launcher
+
+        histories: list[History] = []
+        killed = dict.fromkeys(actors, 0)
+        async with self._client() as client:
+
+            async def wave() -> int:
+                reconnects = 0
+                while sum(killed.values()) < kills:
+                    load = self._start(client)
+                    histories.extend(load.histories)
+                    reconnects += await load.end()
+                return reconnects
+
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(wave()) for _ in range(waves)]
+                while sum(killed.values()) < kills:
+                    await asyncio.sleep(self._random.uniform(0.5, 3.0))
+                    actor = self._random.choice(actors)
+                    with contextlib.suppress(ActorUnavailableError, ProcessLookupError):
+                        _kill([await asyncio.to_thread(self._cluster.pid, actor)])
+                        killed[actor] += 1
+            await self._whole(client, {})
+        storm = Storm(
+            killed=killed,
+            streams=len(histories),
+            tokens=sum(history.tokens for history in histories),
+            faults=sum((history.faults() for history in histories), Faults()),
+            reconnects=sum(task.result() for task in running),
+        )
+        log.info("%s", storm)
+        return storm
 
     async def _kill_worker(self, place: Place) -> Kill:
         pids = {self._cluster.pid(name): name for name in self._workers()}

@@ -1,0 +1,95 @@
+"""What one stream delivered, and every way in which that may be wrong."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from deepinfer.client import Accepted, Delta, Event, Finished, Notice
+
+
+@dataclass(slots=True)
+class History:
+    """Everything one stream delivered, as it was delivered."""
+
+    expected: tuple[int, ...]
+    request: str = ""
+    events: list[tuple[float, Event]] = field(default_factory=list)
+
+    def hear(self, event: Event) -> None:
+        self.events.append((time.perf_counter(), event))
+        if isinstance(event, Accepted):
+            self.request = event.request_id
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(e.token_ids) for _, e in self.events if isinstance(e, Delta))
+
+    @property
+    def ended(self) -> bool:
+        return any(isinstance(e, Finished) for _, e in self.events)
+
+    def faults(self) -> Faults:
+        """Hold every delivery against the expected ids."""
+        seen = [0] * len(self.expected)
+        changed = disordered = 0
+        at = 0
+        for _, event in self.events:
+            if not isinstance(event, Delta):
+                continue
+            disordered += event.position != at
+            for position, token in enumerate(event.token_ids, event.position):
+                if position >= len(self.expected) or token != self.expected[position]:
+                    changed += 1
+                else:
+                    seen[position] += 1
+            at = event.position + len(event.token_ids)
+        final = [e.choice.token_ids for _, e in self.events if isinstance(e, Finished)]
+        return Faults(
+            lost=seen.count(0),
+            doubled=sum(count - 1 for count in seen if count > 1),
+            changed=changed,
+            disordered=disordered,
+            unfinished=int(final != [self.expected]),
+        )
+
+    def recovered_s(self, since: float) -> float | None:
+        """From ``since`` to the first token that a run placed after it made; None without one."""
+        placed = False
+        for at, event in self.events:
+            if at < since:
+                continue
+            placed = placed or (isinstance(event, Notice) and event.kind != "swap_failed")
+            if placed and isinstance(event, Delta):
+                return at - since
+        return None
+
+    def paused_s(self, since: float) -> float:
+        """The longest time without a token from ``since`` on."""
+        times = [since, *(at for at, e in self.events if isinstance(e, Delta) and at >= since)]
+        return max((b - a for a, b in pairwise(times)), default=0.0)
+
+    @property
+    def swaps(self) -> int:
+        return sum(e.choice.swaps.swaps for _, e in self.events if isinstance(e, Finished))
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What must not happen, counted."""
+
+    lost: int = 0
+    doubled: int = 0
+    changed: int = 0
+    disordered: int = 0
+    unfinished: int = 0
+
+    def __add__(self, other: Faults) -> Faults:
+        return Faults(
+            self.lost + other.lost,
+            self.doubled + other.doubled,
+            self.changed + other.changed,
+            self.disordered + other.disordered,
+            self.unfinished + other.unfinished,
+        )
