@@ -122,9 +122,11 @@ def _time(core: ControllerCore, timed: list[tuple[Event, int]]) -> tuple[list[in
 def run(progress: Progress | None = None) -> dict[str, Any]:
     """Measure the sweeps, of which the required size is a part.
 
-    In the first sweep, workers and requests grow together, 20 requests a worker, so that the mix of
-    events stays the same; in the second the waiting line grows on workers that are full. The cost
-    may grow by no more than the logarithm of the requests does.
+    In the first sweep, workers and requests grow together, 20 requests a worker; in the second the
+    waiting line grows on workers that are full. ``decided`` tells how many swaps each point had: a
+    larger cluster makes its events in a shorter time after its start, so it has had fewer. The
+    saturated point has as many for each event as the first of the second sweep, ten times smaller.
+    The cost may grow by no more than the logarithm of the requests does.
     """
     sizes = [(w, w * REQUESTS_A_WORKER, POOL_BLOCKS) for w in WORKERS_SWEEP]
     sizes += [(LINE_WORKERS, r, POOL_BLOCKS) for r in LINE_SWEEP]
@@ -183,6 +185,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, rows in ((axes[0], figures["by_workers"]), (axes[1], figures["by_line"])):
@@ -193,6 +196,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         bound = [scale * math.log(s) for s in sizes]
         axis.plot(sizes, bound, "--", color="grey", label="growth with log(requests)")
         axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel("live requests")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
