@@ -13,26 +13,17 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from deepinfer.kvstore.client import Path as StorePath
-from deepinfer.kvstore.core.ids import Incarnation, NodeId, WorkerId, WorkerRef
-from deepinfer.kvstore.core.layout import resolve_kv_dtype
+from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.kvstore.core.messages import Order
-from deepinfer.workers.backends.cpu import CpuBackend
-from deepinfer.workers.core.config import WorkerConfig, WorkerConfigError
-from deepinfer.workers.core.core import WorkerCore
-from deepinfer.workers.engine import Engine
+from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.failpoints import Failpoints
-from deepinfer.workers.links import GatewayLinks, ReportLink
-from deepinfer.workers.model.decoder import kv_layout
-from deepinfer.workers.model.load import load_model
-from deepinfer.workers.model.runner import ModelRunner
-from deepinfer.workers.pool import PagedPool
-from deepinfer.workers.shell import WorkerShell
-from deepinfer.workers.swap import KvIdentity, StoreSwapper
+
+if TYPE_CHECKING:
+    from deepinfer.workers.shell import WorkerShell
 
 log = logging.getLogger(__name__)
 
@@ -66,31 +57,6 @@ class WorkerSettings:
                 raise ValueError(f"{name} is empty: must not be")
         if self.threads < 1:
             raise ValueError(f"threads = {self.threads}: must be 1 or more")
-
-
-class Device(NamedTuple):
-    """A model on a device with its pool, ready to step."""
-
-    engine: Engine
-    pool: PagedPool
-    identity: KvIdentity
-
-
-def open_device(settings: WorkerSettings, failpoints: Failpoints) -> Device:
-    """Load the model and allocate the pool; takes seconds.
-
-    Raises what ``load_model`` raises, and WorkerConfigError for another model's ``block_bytes``.
-    """
-    config = settings.config
-    loaded = load_model(Path(settings.model_path))
-    dtype = resolve_kv_dtype(settings.kv_cache_dtype)
-    layout = kv_layout(loaded.config, dtype, config.block_size)
-    if config.block_bytes != layout.block_bytes:
-        raise WorkerConfigError("block_bytes", config.block_bytes, f"{layout.block_bytes} here")
-    backend = CpuBackend(threads=settings.threads)
-    pool = PagedPool(layout, config.blocks_total, backend.device)
-    engine = Engine(ModelRunner(loaded, pool, backend), failpoints)
-    return Device(engine, pool, KvIdentity(model=loaded.fingerprint))
 
 
 class WorkerActor:
@@ -151,40 +117,26 @@ class WorkerActor:
 
     async def _start(self) -> None:
         try:
+            from deepinfer.workers.assembly import assemble, open_device
+
             failpoints = Failpoints.from_environment()
             device = await asyncio.to_thread(open_device, self._settings, failpoints)
-            self._shell.set_result(self._assemble(device, failpoints))
+            shell = assemble(
+                self._settings,
+                self._incarnation,
+                device,
+                failpoints,
+                find_controller=self._find_controller,
+                die=_die,
+            )
+            self._shell.set_result(shell)
+            log.info("worker %s serves (incarnation %d)", self._settings.worker, self._incarnation)
         except asyncio.CancelledError:
             self._shell.cancel()
             raise
         except Exception as error:
             log.exception("worker %s cannot start", self._settings.worker)
             self._shell.set_exception(error)
-
-    def _assemble(self, device: Device, failpoints: Failpoints) -> WorkerShell:
-        settings = self._settings
-        ref = WorkerRef(WorkerId(settings.worker), self._incarnation)
-        identity = device.identity
-        salt = f"{identity.model}/{identity.precision}/{device.pool.layout.fingerprint()}"
-        config = replace(settings.config, cache_salt=salt.encode())
-        core = WorkerCore(ref, NodeId(settings.node), config)
-        shell = WorkerShell(core, device.engine, die=_die)
-        shell.connect(
-            GatewayLinks(ref, settings.token, shell.feed),
-            ReportLink(settings.token, shell.feed, self._find_controller, shell.counters),
-            StoreSwapper(
-                ref,
-                device.pool,
-                identity,
-                shell.feed,
-                token=settings.token,
-                path=settings.store_path,
-                failpoints=failpoints,
-            ),
-        )
-        shell.start()
-        log.info("worker %s serves (incarnation %d)", settings.worker, self._incarnation)
-        return shell
 
 
 def _die(_: BaseException) -> None:

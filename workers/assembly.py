@@ -1,0 +1,89 @@
+"""Puts a worker together: model, pool, engine, core, links and swapper.
+
+It imports torch. ``actor`` does not, for Ray imports that module in every process that looks a
+worker up, the controller's among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from deepinfer.kvstore.core.ids import Incarnation, NodeId, WorkerId, WorkerRef
+from deepinfer.kvstore.core.layout import resolve_kv_dtype
+from deepinfer.workers.actor import WorkerSettings
+from deepinfer.workers.backends.cpu import CpuBackend
+from deepinfer.workers.core.config import WorkerConfigError
+from deepinfer.workers.core.core import WorkerCore
+from deepinfer.workers.engine import Engine
+from deepinfer.workers.failpoints import Failpoints
+from deepinfer.workers.links import GatewayLinks, ReportLink
+from deepinfer.workers.model.decoder import kv_layout
+from deepinfer.workers.model.load import load_model
+from deepinfer.workers.model.runner import ModelRunner
+from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.shell import WorkerShell
+from deepinfer.workers.swap import KvIdentity, StoreSwapper
+
+
+class Device(NamedTuple):
+    """A model on a device with its pool, ready to step."""
+
+    engine: Engine
+    pool: PagedPool
+    identity: KvIdentity
+
+
+def open_device(settings: WorkerSettings, failpoints: Failpoints) -> Device:
+    """Load the model and allocate the pool; takes seconds.
+
+    Raises what ``load_model`` raises, and WorkerConfigError for another model's ``block_bytes``.
+    """
+    config = settings.config
+    loaded = load_model(Path(settings.model_path))
+    dtype = resolve_kv_dtype(settings.kv_cache_dtype)
+    layout = kv_layout(loaded.config, dtype, config.block_size)
+    if config.block_bytes != layout.block_bytes:
+        raise WorkerConfigError("block_bytes", config.block_bytes, f"{layout.block_bytes} here")
+    backend = CpuBackend(threads=settings.threads)
+    pool = PagedPool(layout, config.blocks_total, backend.device)
+    engine = Engine(ModelRunner(loaded, pool, backend), failpoints)
+    return Device(engine, pool, KvIdentity(model=loaded.fingerprint))
+
+
+def assemble(
+    settings: WorkerSettings,
+    incarnation: Incarnation,
+    device: Device,
+    failpoints: Failpoints,
+    *,
+    find_controller: Callable[[], Awaitable[str]],
+    die: Callable[[BaseException], None],
+) -> WorkerShell:
+    """Connect the core to the world and start it; call it on the running event loop.
+
+    ``die`` ends the process when the device has failed.
+    """
+    ref = WorkerRef(WorkerId(settings.worker), incarnation)
+    identity = device.identity
+    salt = f"{identity.model}/{identity.precision}/{device.pool.layout.fingerprint()}"
+    config = replace(settings.config, cache_salt=salt.encode())
+    core = WorkerCore(ref, NodeId(settings.node), config)
+    shell = WorkerShell(core, device.engine, die=die)
+    shell.connect(
+        GatewayLinks(ref, settings.token, shell.feed),
+        ReportLink(settings.token, shell.feed, find_controller, shell.counters),
+        StoreSwapper(
+            ref,
+            device.pool,
+            identity,
+            shell.feed,
+            token=settings.token,
+            path=settings.store_path,
+            failpoints=failpoints,
+        ),
+    )
+    shell.start()
+    return shell
