@@ -45,6 +45,17 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 MEMBERS_S = 1.0
+WORKERS_COUNTERS = (
+    "requests_swapped_total",
+    "requests_resumed_total",
+    "kv_cpu_offload_blocks_total",
+    "kv_cpu_offload_bytes_total",
+    "kv_cpu_offload_failed_total",
+    "kv_cpu_reload_blocks_total",
+    "cpu_offload_seconds",
+    "cpu_reload_seconds",
+)
+"""Counted where the copies are made; here they stand in every document, also before the first."""
 RECONNECT_S = 0.2
 """How long a peer whose stream broke may take to open another before it may count as gone."""
 
@@ -240,7 +251,7 @@ class Shell:
         for _, counted in self._counters.values():
             for name, value in counted.items():
                 counters[name] = counters.get(name, 0.0) + value
-        for name in ("cpu_offload_seconds", "cpu_reload_seconds"):
+        for name in WORKERS_COUNTERS:
             counters.setdefault(name, 0.0)
         found["counters"] = counters | found["counters"]
         found["addresses"] = dict(self._addresses)

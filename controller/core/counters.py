@@ -9,17 +9,14 @@ from dataclasses import dataclass
 class Counters:
     """Totals of this controller's life, by the names they are exported under."""
 
-    requests_swapped_total: int = 0
-    """Swap-outs that were committed."""
-    requests_resumed_total: int = 0
-    """Swap-ins after which the request ran."""
-    kv_cpu_offload_blocks_total: int = 0
-    kv_cpu_offload_bytes_total: int = 0
-    kv_cpu_offload_failed_total: int = 0
-    """Swap-outs that failed after the store had agreed; the request went on."""
+    swaps_seen_total: int = 0
+    """Swap-outs that a worker told of; the workers' own counts survive a restart here."""
+    resumes_seen_total: int = 0
+    """Swap-ins after which the request ran, from its payload or computed again."""
+    swaps_abandoned_total: int = 0
+    """Swap-outs that came to nothing for another reason than a bound; the request went on."""
     kv_cpu_offload_rejected_total: int = 0
     """Swap-outs that a store's budget or a bound on tickets or requests refused."""
-    kv_cpu_reload_blocks_total: int = 0
     requests_admitted_total: int = 0
     requests_refused_late_total: int = 0
     """Placements that the worker had no room for after all."""

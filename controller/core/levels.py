@@ -137,10 +137,7 @@ def _depart(
             if not withdrawn:  # its gateway is about to say so too
                 sequence.not_before_ms = world.now_ms + world.config.settle_ms
         case Departure.SWAPPED:
-            counters = world.counters
-            counters.requests_swapped_total += 1
-            counters.kv_cpu_offload_blocks_total += departed.blocks
-            counters.kv_cpu_offload_bytes_total += departed.payload_bytes
+            world.counters.swaps_seen_total += 1
             world.to(sequence, State.SWAPPED)
             world.set_home(sequence, worker.id)
             if departed.ticket is not None:

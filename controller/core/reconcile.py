@@ -259,12 +259,7 @@ def observe(world: World, sequence: Sequence, level: ResidentLevel) -> None:
         return  # the order has not got there yet
     if new in RUNNING:
         if old is State.SWAPPING_IN:
-            world.counters.requests_resumed_total += 1
-            order = sequence.place.order if sequence.place is not None else None
-            ticket = getattr(order, "ticket", None)
-            held = sequence.tickets.get(ticket) if ticket is not None else None
-            if held is not None:
-                world.counters.kv_cpu_reload_blocks_total += held.level.blocks
+            world.counters.resumes_seen_total += 1
         sequence.recovering = False
         world.set_home(sequence, None)
     if new is not State.WAITING:

@@ -134,7 +134,7 @@ def end(world: World, sequence: Sequence) -> SwapJob:
 def fail(world: World, sequence: Sequence) -> None:
     """It came to nothing; the victim goes on, and the store is left alone for a while."""
     job = end(world, sequence)
-    world.counters.kv_cpu_offload_failed_total += 1
+    world.counters.swaps_abandoned_total += 1
     block(world, job.store)
 
 

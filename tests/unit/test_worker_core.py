@@ -526,7 +526,11 @@ def test_a_swap_frees_only_after_the_commit(bench: Bench) -> None:
         40,
         3500,
     )
-    assert bench.core.metrics()["cpu_offload_seconds"] == 0.0035
+    metrics = bench.core.metrics()
+    assert metrics["cpu_offload_seconds"] == 0.0035
+    assert metrics["requests_swapped_total"] == 1
+    assert metrics["kv_cpu_offload_blocks_total"] == 4
+    assert metrics["kv_cpu_offload_bytes_total"] == 40
 
 
 def test_a_swap_in_the_middle_of_a_prompt_resumes_there(bench: Bench) -> None:
@@ -701,6 +705,8 @@ def test_a_resume_attaches_fetches_and_goes_on(bench: Bench) -> None:
     metrics = bench.core.metrics()
     assert metrics["cpu_reload_seconds"] == 7e-6
     assert metrics["cpu_offload_seconds"] == pytest.approx(5e-6)
+    assert metrics["requests_resumed_total"] == 1
+    assert metrics["kv_cpu_reload_blocks_total"] == 4
 
 
 def test_a_payload_counts_only_up_to_the_gateways_tokens(bench: Bench) -> None:
@@ -725,6 +731,7 @@ def test_a_bad_fetch_recomputes_in_the_same_blocks(bench: Bench) -> None:
     assert chunk.start == 0
     assert set(fetch.block_ids) <= set(chunk.block_table)
     assert bench.core.counters.recomputed == 1
+    assert bench.core.metrics()["requests_resumed_total"] == 0
 
 
 @pytest.mark.parametrize("how", ["deadline", "store_gone"])

@@ -61,9 +61,15 @@ class WorkerCore:
         return self._roster.counters
 
     def metrics(self) -> dict[str, float]:
-        """Counts since this life began, by name; times in seconds."""
+        """Counts since this life began, by the names they are exported under; times in seconds."""
         counts: dict[str, float] = asdict(self._roster.counters)
         return {
+            "requests_swapped_total": counts.pop("swaps_out"),
+            "requests_resumed_total": counts.pop("swaps_in"),
+            "kv_cpu_offload_blocks_total": counts.pop("offload_blocks"),
+            "kv_cpu_offload_bytes_total": counts.pop("offload_bytes"),
+            "kv_cpu_offload_failed_total": counts.pop("swap_failures"),
+            "kv_cpu_reload_blocks_total": counts.pop("reload_blocks"),
             "cpu_offload_seconds": counts.pop("offload_us") / 1e6,
             "cpu_reload_seconds": counts.pop("reload_us") / 1e6,
             "prefix_hit_tokens": self._roster.blocks.hit_tokens,

@@ -31,7 +31,12 @@ class Counters:
     tokens_computed: int = 0
     tokens_generated: int = 0
     swaps_out: int = 0
+    """Swap-outs that were committed."""
     swaps_in: int = 0
+    """Swap-ins that went on from a verified payload."""
+    offload_blocks: int = 0
+    offload_bytes: int = 0
+    reload_blocks: int = 0
     offload_us: int = 0
     """Copies, hashing and the store's calls of committed swap-outs."""
     reload_us: int = 0

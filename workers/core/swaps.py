@@ -112,6 +112,8 @@ class Swaps:
         if outcome is Outcome.GONE:
             roster.counters.swaps_out += 1
             roster.counters.offload_us += leaving.copy_us
+            roster.counters.offload_blocks += leaving.blocks
+            roster.counters.offload_bytes += leaving.payload_bytes
             self._talk.notice(
                 resident,
                 NoticeKind.SWAPPED_OUT,
@@ -158,6 +160,7 @@ class Swaps:
         if good:
             roster.counters.swaps_in += 1
             roster.counters.reload_us += event.copy_us
+            roster.counters.reload_blocks += event.blocks
             self._talk.notice(
                 resident,
                 NoticeKind.RESUMED,
