@@ -42,6 +42,9 @@ class ControllerSettings:
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one."""
+    failed_start_exit_s: float | None = None
+    """A process that could not start says why for so long and then exits, for Ray to start anew;
+    None: it stays, as tests in one process want."""
     config: ControllerConfig = field(default_factory=ControllerConfig)
 
     def __post_init__(self) -> None:
@@ -132,6 +135,9 @@ class ControllerActor:
             log.error("controller fails", exc_info=error)
             if not self._address.done():
                 self._address.set_exception(error)
+                if self._settings.failed_start_exit_s is not None:
+                    delay_s = self._settings.failed_start_exit_s
+                    asyncio.get_running_loop().call_later(delay_s, os._exit, 1)
                 return
             _die(self._epoch)  # half a controller is worse than none; Ray starts it anew
 

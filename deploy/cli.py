@@ -124,7 +124,7 @@ def down(
     endpoint: Annotated[
         str | None, typer.Option(help="host:port it was started with; default: the only one.")
     ] = None,
-    grace_s: Annotated[float, typer.Option(help="Seconds to wait for an orderly stop.")] = 30.0,
+    grace_s: Annotated[float, typer.Option(help="Seconds to wait until it has stopped.")] = 30.0,
 ) -> None:
     """Stop the cluster that `deepinfer up` started here."""
     with plain_errors():

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 NAMESPACE = "deepinfer"
 NODE = "local"
 START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 5.0
+FAILED_START_EXIT_S = 10.0
+"""Longer than the launcher takes to ask a process why it did not come up."""
 RAY_OBJECT_STORE_BYTES = 80 * 2**20
 """Ray's own object store carries no KV; this is about the least that it accepts."""
 
@@ -126,6 +127,7 @@ class Cluster:
             ControllerSettings(
                 namespace=NAMESPACE,
                 token=self.token,
+                failed_start_exit_s=FAILED_START_EXIT_S,
                 config=ControllerConfig(
                     cpu_offload=config.cpu_offload,
                     max_swapped_requests=config.max_swapped_requests,
@@ -146,6 +148,7 @@ class Cluster:
                 page_bytes=layout.block_bytes,
                 same_node=config.store_path != "grpc",
                 token=self.token,
+                failed_start_exit_s=FAILED_START_EXIT_S,
             ),
             controller.address,
         )
@@ -167,6 +170,7 @@ class Cluster:
                     host=config.host,
                     port=port,
                     token=self.token,
+                    failed_start_exit_s=FAILED_START_EXIT_S,
                     secret=secret,
                     config=GatewayConfig(
                         max_live_requests=config.max_live_requests,
@@ -189,6 +193,7 @@ class Cluster:
                     threads=config.threads,
                     store_path=config.store_path,
                     token=self.token,
+                    failed_start_exit_s=FAILED_START_EXIT_S,
                     config=WorkerConfig(
                         blocks_total=blocks,
                         block_size=config.block_size,
@@ -281,7 +286,7 @@ def _refuse_taken(config: ClusterConfig) -> None:
     """Raise if a gateway's port is in use; name the cluster that has it if it is one of ours."""
     # No port is asked for by 0, but the host may still be none of this machine's.
     for port in range(config.port, config.port + config.gateways) if config.port else (0,):
-        where = f"{config.host}:{port}"
+        where = f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"
         if any(where in cluster.endpoints for cluster in alive()):
             raise LaunchError(
                 f"a cluster already serves at {where}: stop it with `deepinfer down --endpoint "

@@ -74,7 +74,7 @@ class CacheSize(BaseModel):
 class ClusterConfig(BaseModel):
     """Everything ``deepinfer up`` takes. Field names are the YAML keys; flags use dashes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
     model: str = Field(
         default="demo", min_length=1, description="Model folder, GGUF file, or demo."
@@ -143,7 +143,7 @@ class ClusterConfig(BaseModel):
         default=7470, ge=0, le=65535, description="First gateway's port; 0 picks free ones."
     )
     token_file: str | None = Field(
-        default=None, description="File with the bearer token; made if it is missing."
+        default=None, min_length=1, description="File with the bearer token; made if it is missing."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="What the processes log: debug, info, warning or error."
@@ -212,6 +212,15 @@ class ClusterConfig(BaseModel):
                 "models lose much of their quality even where nothing saturates"
             )
         return tuple(found)
+
+
+def check_kv_dtypes(names: tuple[str, ...]) -> None:
+    """Raise ConfigError if a name is no KV dtype; it lists the legal ones."""
+    for name in names:
+        try:
+            resolve_kv_dtype(name)
+        except ValueError as error:
+            raise ConfigError(f"kv_cache_dtype: {error}") from error
 
 
 def load_config(file: Path | None = None, flags: dict[str, Any] | None = None) -> ClusterConfig:

@@ -18,7 +18,7 @@ from deepinfer.client import AsyncClient, Choice, Event, Notice
 from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.board import Board, Lane, Outcome, outcome_table
 from deepinfer.deploy.cluster import Cluster
-from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.config import ClusterConfig, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
 from deepinfer.deploy.oracle import Answer, Question, unpressed
 from deepinfer.deploy.status import mib
@@ -42,6 +42,7 @@ def run_demo(
     *, requests: int, max_tokens: int, kv_cache_dtype: str, output: Path | None, console: Console
 ) -> bool:
     """Run it; True if every request finished with the right answer and swaps did happen."""
+    check_kv_dtypes((kv_cache_dtype,))
     model = get_model("demo", console=console)
     questions = [
         Question(

@@ -52,6 +52,9 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one; a restarted gateway has the same one only if it is named here."""
+    failed_start_exit_s: float | None = None
+    """A process that could not start says why for so long and then exits, for Ray to start anew;
+    None: it stays, as tests in one process want."""
     token: str = field(repr=False)
     secret: bytes = field(repr=False)
     """The cluster's secret: the same at every gateway."""
@@ -142,6 +145,9 @@ class GatewayActor:
             log.error("gateway %s fails", self._settings.gateway, exc_info=error)
             if not self._address.done():
                 self._address.set_exception(error)
+                if self._settings.failed_start_exit_s is not None:
+                    delay_s = self._settings.failed_start_exit_s
+                    asyncio.get_running_loop().call_later(delay_s, os._exit, 1)
                 return
             # Half a gateway is worse than none: clients would wait on it. Ray starts it anew.
             os._exit(1)

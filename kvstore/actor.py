@@ -55,6 +55,9 @@ class StoreSettings:
     """A put over gRPC that sends nothing for this long is given up."""
     get_s: float = 120.0
     """A read over gRPC may take this long, its reader's pauses included."""
+    failed_start_exit_s: float | None = None
+    """A process that could not start says why for so long and then exits, for Ray to start anew;
+    None: it stays, as tests in one process want."""
     token: str = field(repr=False)
     config: StoreConfig = field(default_factory=StoreConfig)
 
@@ -167,6 +170,9 @@ class StoreActor:
             _log.error("store %s fails", self._settings.store, exc_info=error)
             if not self._address.done():
                 self._address.set_exception(error)
+                if self._settings.failed_start_exit_s is not None:
+                    delay_s = self._settings.failed_start_exit_s
+                    asyncio.get_running_loop().call_later(delay_s, os._exit, 1)
                 return
             # Half a store is worse than none: workers would wait on it. Ray starts it anew.
             os._exit(1)

@@ -47,6 +47,9 @@ class WorkerSettings:
     threads: int = 1
     """Compute threads, set explicitly: Ray would leave one."""
     store_path: StorePath = "auto"
+    failed_start_exit_s: float | None = None
+    """A process that could not start says why for so long and then exits, for Ray to start anew;
+    None: it stays, as tests in one process want."""
     token: str = field(repr=False)
     config: WorkerConfig
     """``block_bytes`` must be what the model's layout says; ``cache_salt`` is set here."""
@@ -137,6 +140,9 @@ class WorkerActor:
         except Exception as error:
             log.exception("worker %s cannot start", self._settings.worker)
             self._shell.set_exception(error)
+            delay_s = self._settings.failed_start_exit_s
+            if delay_s is not None:
+                asyncio.get_running_loop().call_later(delay_s, os._exit, 1)
 
 
 def _die(_: BaseException) -> None:

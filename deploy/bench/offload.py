@@ -18,9 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from deepinfer.client import AsyncClient, Choice, Delta, Event
-from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.bench.results import check_plots, write_result
 from deepinfer.deploy.cluster import Cluster
-from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.config import ClusterConfig, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
 from deepinfer.deploy.oracle import Answer, Question, unpressed
 from deepinfer.deploy.watch import Watched, watch
@@ -39,7 +39,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFigures:
-    """One request of a round; times in milliseconds, as the client saw them."""
+    """One request of a round; times in milliseconds, as the client saw them (0: no token came)."""
 
     completed: bool
     right: bool
@@ -75,6 +75,8 @@ def run_offload(
     *, model: str, dtypes: tuple[str, ...], rounds: int, output: Path, console: Console
 ) -> bool:
     """Run every dtype; write ``offload.json`` and ``.png``; True if every round was right."""
+    check_kv_dtypes(dtypes)
+    check_plots()
     path = get_model(model, console=console)
     results: dict[str, list[Round]] = {}
     with Progress(
@@ -156,23 +158,24 @@ async def _round(client: AsyncClient, questions: list[Question], right: list[Ans
         return _figures(choice, right[i])
 
     first = asyncio.create_task(ask(0))
-    await started.wait()
+    token = asyncio.create_task(started.wait())
+    # A first request that fails must end the bench, not leave it waiting for a token.
+    await asyncio.wait((first, token), return_when=asyncio.FIRST_COMPLETED)
+    token.cancel()
     second = asyncio.create_task(ask(1))
     return Round(first=await first, second=await second)
 
 
 def _figures(choice: Choice, right: Answer) -> RequestFigures:
     swaps, timings = choice.swaps, choice.timings
-    assert timings.ttft_s is not None, "every request has tokens"
-    assert timings.tpot_s is not None, "every request has more than one"
     copies_ms = (swaps.offload_s + swaps.reload_s) * 1e3
     return RequestFigures(
         completed=choice.finish_reason == "length",
         right=choice.token_ids == right.token_ids,
         swaps=swaps.swaps,
         resumes=swaps.resumes,
-        ttft_ms=timings.ttft_s * 1e3,
-        tpot_ms=timings.tpot_s * 1e3,
+        ttft_ms=(timings.ttft_s or 0.0) * 1e3,
+        tpot_ms=(timings.tpot_s or 0.0) * 1e3,
         payload_bytes=swaps.offload_bytes,
         offload_copy_ms=swaps.offload_s * 1e3,
         reload_copy_ms=swaps.reload_s * 1e3,

@@ -88,5 +88,5 @@ def test_golden_ids_through_the_cluster(
             (i for i, margin in enumerate(case["margins"]) if margin < MARGIN_MIN),
             len(case["output_ids"]),
         )
-        assert sure > 0
+        assert sure > 10
         assert list(answer.token_ids[:sure]) == case["output_ids"][:sure]

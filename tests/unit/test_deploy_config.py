@@ -40,6 +40,11 @@ def test_flags_lie_over_the_file_and_those_not_given_do_not(tmp_path: Path) -> N
             ["max_cpu_offload_mb", "5", "cpu_offload"],
         ),
         ({"threads": "many"}, ["threads", "many"]),
+        ({"workers": True}, ["workers", "True", "integer"]),
+        ({"workers": "2"}, ["workers", "'2'", "integer"]),
+        ({"cpu_offload": "yes"}, ["cpu_offload", "'yes'", "boolean"]),
+        ({"token_file": ""}, ["token_file", "''"]),
+        ({"max_cache": 512}, ["max_cache", "512", "string"]),
     ],
 )
 def test_an_illegal_value_is_named(values: dict[str, object], needles: list[str]) -> None:
