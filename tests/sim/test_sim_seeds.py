@@ -74,7 +74,7 @@ def test_swaps_and_losses_are_frequent() -> None:
         world = simulate.run_seed(seed)
         for worker in world.workers.values():
             numbers = worker.core.snapshot()
-            swaps += numbers["swaps_in"]
+            swaps += numbers["requests_resumed_total"]
             recomputed += numbers["recomputed"]
             refused += numbers["orders_refused"]
         takeovers += sum(g.core.counters["takeovers_total"] for g in world.gateways.values())

@@ -19,7 +19,7 @@ story
     see w0 -> s0 Resolve c0
     see s0 -> w0 StoreReply c0 status=sealed
     expect w0 has c0 decode
-    expect w0 swap_failures == 1
+    expect w0 kv_cpu_offload_failed_total == 1
     release
     see w0 -> s0 Commit c0
     see s0 -> w0 StoreReply c0 status=sealed

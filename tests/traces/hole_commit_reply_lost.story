@@ -22,4 +22,4 @@ story
     see s0 -> w0 StoreReply c0 status=committed
     expect w0 lacks c0
     finish
-    expect w0 swaps_in == 1
+    expect w0 requests_resumed_total == 1

@@ -37,6 +37,6 @@ story
     finish
     expect c0 tokens == 6
     expect c1 tokens == 6
-    expect w0 swaps_out == 1
-    expect w0 swaps_in == 1
+    expect w0 requests_swapped_total == 1
+    expect w0 requests_resumed_total == 1
     expect w0 recomputed == 0

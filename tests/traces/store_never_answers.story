@@ -22,4 +22,4 @@ story
     expect c1 tokens == 6
     go s0
     finish
-    expect w0 swap_failures == 1
+    expect w0 kv_cpu_offload_failed_total == 1

@@ -15,7 +15,7 @@ story
     see s0 -> k1 StoreReply c0 status=over_budget
     never k1 -> w0 SwapOut c0
     finish
-    expect w0 swaps_out == 0
+    expect w0 requests_swapped_total == 0
     expect s0 rejected >= 1
     expect c0 tokens == 6
     expect c1 tokens == 6
