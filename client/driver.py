@@ -233,7 +233,6 @@ class Driver:
                 inference_pb2.ChoiceProgress(index=index, token_ids=tokens)
                 for index, tokens in enumerate(opening.received)
             ],
-            seed=self._accepted.seed,
             arrival_ms=self._accepted.arrival_ms,
         )
 

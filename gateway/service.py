@@ -22,8 +22,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
 from google.rpc import (  # type: ignore[import-untyped]  # has no stubs
-    code_pb2,
     error_details_pb2,
     status_pb2,
 )
@@ -284,8 +284,15 @@ def build_server(shell: Shell, *, token: str, secret: bytes, status: Status) -> 
 
 
 async def _end(effect: EndStream, context: Context) -> None:
-    if effect.code is not Code.OK:
-        await context.abort(grpc.StatusCode[effect.code.value], effect.message)
+    match effect.code:
+        case Code.OK:
+            return
+        case Code.RESOURCE_EXHAUSTED:
+            violation = error_details_pb2.QuotaFailure.Violation(description=effect.message)
+            detail: Message = error_details_pb2.QuotaFailure(violations=[violation])
+        case _:
+            detail = error_details_pb2.ErrorInfo(reason=effect.code.value, domain="deepinfer")
+    await _abort(context, grpc.StatusCode[effect.code.value], effect.message, detail)
 
 
 async def _abort_invalid(context: Context, error: InvalidRequestError) -> NoReturn:
@@ -293,9 +300,16 @@ async def _abort_invalid(context: Context, error: InvalidRequestError) -> NoRetu
     violation = error_details_pb2.BadRequest.FieldViolation(
         field=error.name, description=str(error)
     )
-    detail = AnyMessage()
-    detail.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    status = rpc_status.to_status(
-        status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=str(error), details=[detail])
-    )
+    detail = error_details_pb2.BadRequest(field_violations=[violation])
+    await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error), detail)
+
+
+async def _abort(
+    context: Context, code: grpc.StatusCode, message: str, detail: Message
+) -> NoReturn:
+    """End the call with a status that carries a ``google.rpc`` detail."""
+    packed = AnyMessage()
+    packed.Pack(detail)
+    number: int = code.value[0]
+    status = rpc_status.to_status(status_pb2.Status(code=number, message=message, details=[packed]))
     await context.abort(status.code, status.details, status.trailing_metadata)

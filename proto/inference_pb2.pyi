@@ -99,22 +99,20 @@ class ChoiceProgress(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("request_id", "resume_key", "claim", "request", "progress", "seed", "arrival_ms")
+    __slots__ = ("request_id", "resume_key", "claim", "request", "progress", "arrival_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_KEY_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_key: str
     claim: int
     request: GenerateRequest
     progress: _containers.RepeatedCompositeFieldContainer[ChoiceProgress]
-    seed: int
     arrival_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., resume_key: _Optional[str] = ..., claim: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., progress: _Optional[_Iterable[_Union[ChoiceProgress, _Mapping]]] = ..., seed: _Optional[int] = ..., arrival_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., resume_key: _Optional[str] = ..., claim: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., progress: _Optional[_Iterable[_Union[ChoiceProgress, _Mapping]]] = ..., arrival_ms: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "resume_key", "prompt_tokens", "claim", "seed", "arrival_ms", "gateway")
@@ -225,8 +223,7 @@ class SwapStats(_message.Message):
     def __init__(self, swaps: _Optional[int] = ..., resumes: _Optional[int] = ..., recomputes: _Optional[int] = ..., failed: _Optional[int] = ..., offload_bytes: _Optional[int] = ..., offload_us: _Optional[int] = ..., reload_us: _Optional[int] = ..., stall_us: _Optional[int] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("output_ids", "finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us")
-    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -238,7 +235,6 @@ class GenerateComplete(_message.Message):
     SWAP_STATS_FIELD_NUMBER: _ClassVar[int]
     TTFT_US_FIELD_NUMBER: _ClassVar[int]
     TPOT_US_FIELD_NUMBER: _ClassVar[int]
-    output_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
@@ -250,7 +246,7 @@ class GenerateComplete(_message.Message):
     swap_stats: SwapStats
     ttft_us: int
     tpot_us: int
-    def __init__(self, output_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("accepted", "chunk", "notice", "complete")

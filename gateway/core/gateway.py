@@ -284,6 +284,12 @@ class GatewayCore:
         new = len(choice.tokens) - held
         self.counters["tokens_total"] += new
         self.counters[taken.value] += len(said.tokens) - new
+        if taken is Taken.CONTRADICTING:
+            # What it computes does not follow what was sent. Another run starts from the truth.
+            self._drop_run(choice)
+            choice.worker = None
+            self._levels.touch(choice.seq)
+            return
         self._send(worker, Ack(said.seq, said.run, len(choice.tokens), choice.finish is not None))
         if taken is Taken.ACCEPTED:
             self._scan(choice)

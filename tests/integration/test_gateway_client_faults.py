@@ -147,16 +147,21 @@ def test_a_lower_run_and_doubled_tokens_are_not_heard(live: Live) -> None:
             worker.say(seq, second, 1, [2, 3])
             worker.say(seq, second, 1, [2, 3])  # doubled
             worker.say(seq, second, 5, [95])  # a gap
-            worker.say(seq, second, 2, [77, 78])  # contradicts what is held
             worker.say(seq, Run(1, 99), 3, [99])  # never attached
-            worker.say(seq, second, 3, [4, 5, 6], "length")
+            assert not worker.runs[seq, second].dropped
+            worker.say(seq, second, 2, [77, 78])  # contradicts what is held
+            await eventually(lambda: worker.runs[seq, second].dropped)
+            worker.say(seq, second, 3, [88])  # nothing of it is heard any more
+            third = world.controller.place(seq)
+            await eventually(lambda: worker.runs[seq, third].limit > 0)
+            assert worker.runs[seq, third].tokens == [1, 2, 3]
+            worker.say(seq, third, 3, [4, 5, 6], "length")
             completion = await stream.completion()
         assert completion.token_ids == (1, 2, 3, 4, 5, 6)
         assert worker.runs[seq, first].dropped
-        assert not worker.runs[seq, second].dropped
         assert world.gateway.shell is not None
         counters = world.gateway.shell.core.counters
-        assert counters["tokens_outdated_total"] == 2
+        assert counters["tokens_outdated_total"] == 3
         assert counters["tokens_after_gap_dropped_total"] == 1
         assert counters["tokens_contradicting_dropped_total"] == 2
         assert counters["tokens_unattached_total"] == 1

@@ -73,7 +73,6 @@ class RawStream:
             claim=claim,
             request=self._request,
             progress=[inference_pb2.ChoiceProgress(index=0, token_ids=self._got.tokens[0])],
-            seed=self.accepted.seed,
             arrival_ms=self.accepted.arrival_ms,
         )
         stub = self._channels.stub(endpoint)
