@@ -36,8 +36,8 @@ def kv_of(tokens: Sequence[int]) -> list[int]:
 def sample(kv: int, record: RequestRecord, choice: int, index: int, noise: int = 0) -> int:
     """The generated token number ``index``, given the KV of the position before it.
 
-    ``noise`` stands for what differs between two computations of the same step on real hardware;
-    0 means that nothing does.
+    ``noise`` (0 to 7) stands for what differs between two computations of the same step on real
+    hardware.
     """
     draw = chain(kv, (record.seed * 64 + choice) * 8 + noise) >> 7
     token = draw % VOCABULARY

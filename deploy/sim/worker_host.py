@@ -195,9 +195,11 @@ class WorkerHost(Reporter):
         self.drive(StepDone(plan.step, tuple(outputs)))
 
     def _sample(self, chunk: Chunk, kv: int) -> Token:
-        noise = self.engine.rng.randrange(3) if self.world.plan.noisy else 0
+        run, noise = chunk.run, 0
+        if self.world.plan.noisy:  # two runs seldom agree, and one not always with itself
+            noise = 2 * ((run.epoch + run.counter) % 4) + self.engine.rng.randrange(2)
         token = sample(kv, chunk.record, chunk.seq.choice, chunk.index, noise)
-        return Token(token, *evidence(kv, chunk.run))
+        return Token(token, *evidence(kv, run))
 
     def _check_reads(self, chunk: Chunk, kv: list[int]) -> None:
         """Every chunk must find the KV of exactly the tokens before it, from begin to end."""
