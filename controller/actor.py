@@ -69,8 +69,11 @@ class ControllerActor:
         if orders is None or directory is None:
             from deepinfer.controller.surroundings import ActorNames, RayDirectory, RayOrders
 
-            orders = orders or RayOrders(settings.namespace)
-            directory = directory or RayDirectory(settings.namespace, ActorNames())
+            ray_orders = RayOrders(settings.namespace)
+            orders = orders or ray_orders
+            directory = directory or RayDirectory(
+                settings.namespace, ActorNames(), greet=ray_orders.greet
+            )
         self._settings = settings
         # The epoch has to rise with every life: the wall clock does, and needs no storage.
         self._epoch = wall_ms()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,22 @@ class RayOrders:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._handles: dict[str, Any] = {}
+        self._greetings: dict[str, asyncio.Task[None]] = {}
+
+    def greet(self, worker: str) -> None:
+        """Open the way to a worker ahead of its first order: that takes Ray up to two seconds."""
+        if worker not in self._handles and worker not in self._greetings:
+            task = asyncio.create_task(self._greet(worker))
+            self._greetings[worker] = task
+            task.add_done_callback(lambda _: self._greetings.pop(worker, None))
+
+    async def _greet(self, worker: str) -> None:
+        try:
+            handle: Any = await asyncio.to_thread(ray.get_actor, worker, namespace=self._namespace)
+            await handle.incarnation.remote()
+        except (ValueError, RayError):
+            return  # it is not up yet, or gone: the next look at the members tries again
+        self._handles[worker] = handle
 
     def send(
         self, worker: WorkerRef, order: Order, directory: Mapping[str, str]
@@ -64,11 +80,17 @@ class RayOrders:
 
 
 class RayDirectory:
-    """Implements ``ports.Directory`` from the named actors of one namespace."""
+    """Implements ``ports.Directory`` from the named actors of one namespace.
 
-    def __init__(self, namespace: str, names: ActorNames) -> None:
+    ``greet`` is called with the name of every worker at each look.
+    """
+
+    def __init__(
+        self, namespace: str, names: ActorNames, greet: Callable[[str], None] | None = None
+    ) -> None:
         self._namespace = namespace
         self._names = names
+        self._greet = greet
 
     async def members(self) -> Members:
         """Everyone by name; lives are told by reports.
@@ -82,6 +104,9 @@ class RayDirectory:
             raise RuntimeError(f"named actors cannot be listed: {error}") from error
         here = sorted(entry["name"] for entry in listed if entry["namespace"] == self._namespace)
         names = self._names
+        for name in here:
+            if self._greet is not None and name.startswith(names.worker):
+                self._greet(name)
         return Members(
             workers={WorkerId(n): None for n in here if n.startswith(names.worker)},
             stores={StoreId(n): None for n in here if n.startswith(names.store)},
