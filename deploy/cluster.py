@@ -65,6 +65,7 @@ class Cluster:
     endpoints: tuple[str, ...] = ()
     token: str = field(default="", repr=False)
     actors: dict[str, Any] = field(default_factory=dict)
+    owns_ray: bool = False
 
     @property
     def token_file(self) -> Path:
@@ -103,6 +104,8 @@ class Cluster:
         served, layout = _open(model, config)
         blocks = config.cache_size.blocks_of(layout.block_bytes)
         self.say("starting Ray")
+        _import_ray()
+        self.owns_ray = True
         _start_ray(config.log_level)
         self.say("starting controller, store, gateways and workers")
         self._create(model, served, layout, blocks)
@@ -262,7 +265,7 @@ class Cluster:
     def _stop(self) -> None:
         """Stop every actor and Ray. A second Ctrl-C does not cut it short."""
         with _ignoring_interrupts():
-            if "ray" not in _loaded():
+            if not self.owns_ray:
                 return
             import ray
             from ray.exceptions import RayError
@@ -271,8 +274,9 @@ class Cluster:
                 for actor in self.actors.values():
                     with contextlib.suppress(RayError, ValueError):
                         ray.kill(actor, no_restart=True)
-                ray.shutdown()
+            ray.shutdown()  # of one that came up only half, too
             self.actors.clear()
+            self.owns_ray = False
 
 
 def _worker_env(config: ClusterConfig) -> dict[str, str]:
@@ -333,8 +337,12 @@ def _open(model: Path, config: ClusterConfig) -> tuple[ModelConfig, KvLayout]:
     return served, kv_layout(served, resolve_kv_dtype(config.kv_cache_dtype), config.block_size)
 
 
-def _start_ray(log_level: str) -> None:
-    """Start a Ray head of our own, on loopback, with token authentication."""
+def _import_ray() -> None:
+    """Import Ray as this launcher needs it.
+
+    Raises:
+        LaunchError: this process has started or joined a Ray already.
+    """
     if "ray" not in _loaded():
         # Read when Ray is imported; a process that imported it before has what it chose, and
         # ray.init turns token authentication on by itself where nobody chose.
@@ -348,6 +356,12 @@ def _start_ray(log_level: str) -> None:
 
     if ray.is_initialized():
         raise LaunchError("this process already uses Ray: stop that first (ray.shutdown())")
+
+
+def _start_ray(log_level: str) -> None:
+    """Start a Ray head of our own, on loopback, with token authentication."""
+    import ray
+
     with _interrupts_later():
         ray.init(
             address="local",

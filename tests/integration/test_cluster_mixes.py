@@ -15,7 +15,7 @@ import pytest
 
 from deepinfer.client import AsyncClient
 from deepinfer.client.channels import Channels
-from deepinfer.deploy.cluster import Cluster
+from deepinfer.deploy.cluster import Cluster, LaunchError
 from support.cluster import Oracle, assert_nothing_left, tiny_cluster, tiny_model
 from support.cluster_mixes import Got, Mix
 
@@ -39,6 +39,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, O
         orphan_grace_s=ORPHAN_GRACE_S,
     ) as cluster:
         yield cluster, Oracle(tiny_model(folder), "fp16")
+
+
+def test_second_cluster_of_a_process_is_refused_and_the_first_serves_on(
+    world: tuple[Cluster, Oracle],
+) -> None:
+    cluster, oracle = world
+    with pytest.raises(LaunchError, match="already uses Ray"):
+        Cluster(cluster.config).__enter__()
+
+    async def ask() -> tuple[int, ...]:
+        async with AsyncClient(cluster.endpoints, token=cluster.token) as client:
+            done = await client.generate([1, 2, 3], temperature=0.0, max_tokens=4)
+        return done.token_ids
+
+    assert asyncio.run(ask()) == oracle.answer([1, 2, 3], temperature=0.0, max_tokens=4)
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + MIXES))
