@@ -113,7 +113,8 @@ def test_a_swap_out_and_in_changes_no_token(
             assert out.payload_bytes == out.blocks * cluster.block_bytes > 0
             assert out.copy_us > 0
             status = await cluster.worker.status()
-            assert (status["swaps_out"], status["swaps_in"], status["recomputed"]) == (2, 2, 0)
+            swaps = ("requests_swapped_total", "requests_resumed_total", "recomputed")
+            assert [status[name] for name in swaps] == [2, 2, 0]
 
     run(main)
 
@@ -146,7 +147,7 @@ def test_a_refused_reservation_fails_the_swap_and_the_request_goes_on(
             await cluster.swap_out(seq, current, blocks=1)  # too few for its payload
             assert await cluster.finished(seq) == expected
             assert NoticeKind.SWAP_FAILED in [n.kind for n in held(cluster, seq).notices]
-            assert (await cluster.worker.status())["swap_failures"] == 1
+            assert (await cluster.worker.status())["kv_cpu_offload_failed_total"] == 1
 
     run(main)
 
