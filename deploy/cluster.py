@@ -149,6 +149,7 @@ class Cluster:
                 node=NODE,
                 budget_bytes=config.max_cpu_offload_mb * 2**20,
                 page_bytes=layout.block_bytes,
+                slab_bytes=_slab_bytes(config.max_cpu_offload_mb * 2**20),
                 same_node=config.store_path != "grpc",
                 token=self.token,
                 failed_start_exit_s=FAILED_START_EXIT_S,
@@ -284,6 +285,14 @@ def _worker_env(config: ClusterConfig) -> dict[str, str]:
     # OpenMP's threads spin while they wait, which starves everyone else on a machine whose cores
     # are all in use: a decode step of two threads was seen to take 15 times as long.
     return {"OMP_WAIT_POLICY": "PASSIVE"} if config.threads > 1 else {}
+
+
+def _slab_bytes(budget_bytes: int) -> int:
+    """How much memory a store takes at a time: the swap that needs a new slab waits for it.
+
+    At least 16 MiB, at most 128 MiB (few registrations of pinned memory), 64 slabs in between.
+    """
+    return min(128 * 2**20, max(16 * 2**20, budget_bytes // 64))
 
 
 def _refuse_taken(config: ClusterConfig) -> None:
