@@ -262,6 +262,7 @@ def _plot(results: dict[str, list[Round]], path: Path) -> None:
         )
     stalls.set_title("stall of the swapped request")
     stalls.set_xlabel("round")
+    stalls.set_xticks(range(1, max(len(done) for done in results.values()) + 1))
     stalls.legend()
     copies.set_xticks(list(places), names)
     for axis in (copies, stalls):

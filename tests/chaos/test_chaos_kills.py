@@ -69,7 +69,10 @@ def write_figures(kills: list[Kill], name: str) -> None:
     """Write what was measured, if asked for."""
     if output := os.environ.get("DEEPINFER_CHAOS_OUTPUT"):
         figures = summary(kills) | {"rows": [asdict(kill) for kill in kills]}
-        write_result(Path(output) / f"{name}.json", f"pytest {__name__}", figures)
+        names = ("DEEPINFER_KILLS", "DEEPINFER_CHAOS_SEED")
+        asked = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+        command = f"{asked} pytest tests/chaos/test_chaos_kills.py".strip()
+        write_result(Path(output) / f"kills_{name}.json", command, figures)
 
 
 @pytest.fixture(scope="module")
