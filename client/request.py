@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypedDict
 
 from deepinfer.client.errors import InvalidRequest
 from deepinfer.proto import inference_pb2
+from deepinfer.proto.fields import SAMPLING_SCALARS
 
 
 class Options(TypedDict, total=False):
@@ -44,25 +45,6 @@ class Options(TypedDict, total=False):
 Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
-_SAMPLING = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "max_tokens",
-        "min_tokens",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "n",
-        "logprobs",
-        "seed",
-    }
-)
 _PLAIN = frozenset({"model", "priority", "exact", "include_events"})
 
 
@@ -79,7 +61,7 @@ def build_request(prompt: Prompt, options: Options) -> inference_pb2.GenerateReq
     for name, value in options.items():
         if value is None:
             continue
-        if name in _SAMPLING:
+        if name in SAMPLING_SCALARS:
             _set(request.sampling_params, name, value)
         elif name in _PLAIN:
             _set(request, name, value)

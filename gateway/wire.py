@@ -49,24 +49,8 @@ from deepinfer.kvstore.core.requests import (
     Token,
 )
 from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
+from deepinfer.proto.fields import SAMPLING_SCALARS
 
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "max_tokens",
-    "min_tokens",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "n",
-    "logprobs",
-    "seed",
-)
 _FINISH_NAMES = {reason.value: reason for reason in FinishReason}
 
 
@@ -79,7 +63,7 @@ class LinkError(ValueError):
 
 def sampling_from(said: inference_pb2.SamplingParams) -> SamplingParams:
     """Read sampling parameters; what is unset takes its default."""
-    given = {name: getattr(said, name) for name in _SCALARS if said.HasField(name)}
+    given = {name: getattr(said, name) for name in SAMPLING_SCALARS if said.HasField(name)}
     return SamplingParams(**given, stop=tuple(said.stop), stop_token_ids=tuple(said.stop_token_ids))
 
 
@@ -360,7 +344,7 @@ def record_to(record: RequestRecord) -> link_pb2.RequestRecord:
     sampling = inference_pb2.SamplingParams(
         stop=record.sampling.stop, stop_token_ids=record.sampling.stop_token_ids
     )
-    for name in _SCALARS:
+    for name in SAMPLING_SCALARS:
         value = getattr(record.sampling, name)
         if value is not None:
             setattr(sampling, name, value)

@@ -27,24 +27,7 @@ from deepinfer.kvstore.core.messages import (
 )
 from deepinfer.kvstore.core.requests import RequestRecord, SamplingParams, Token
 from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
-
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "max_tokens",
-    "min_tokens",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "n",
-    "logprobs",
-    "seed",
-)
+from deepinfer.proto.fields import SAMPLING_SCALARS
 
 
 class LinkError(ValueError):
@@ -162,7 +145,7 @@ def from_gateway(said: link_pb2.ToWorker) -> ToWorker:
 def record_from(said: link_pb2.RequestRecord) -> RequestRecord:
     """Read a record; a sampling field that is unset takes its default."""
     params = said.sampling_params
-    given = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
+    given = {name: getattr(params, name) for name in SAMPLING_SCALARS if params.HasField(name)}
     return RequestRecord(
         request=RequestId(said.request_id),
         prompt_ids=tuple(said.prompt_ids),
