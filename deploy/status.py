@@ -7,6 +7,19 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+SWAP_COUNTERS = (
+    "requests_swapped_total",
+    "requests_resumed_total",
+    "kv_cpu_offload_blocks_total",
+    "kv_cpu_offload_bytes_total",
+    "kv_cpu_offload_failed_total",
+    "kv_cpu_offload_rejected_total",
+    "kv_cpu_reload_blocks_total",
+    "cpu_offload_seconds",
+    "cpu_reload_seconds",
+)
+"""What the table shows of the counters; ``--json`` has them all."""
+
 
 def mib(size: float) -> str:
     """Bytes as MiB with one decimal."""
@@ -37,8 +50,11 @@ def render_status(document: dict[str, Any]) -> Group:
             str(store["tickets"]),
         )
     requests = Table("state", "requests")
-    for state, count in sorted(document["requests"].items()):
-        requests.add_row(state, str(count))
+    for state, count in document["requests"].items():
+        if count:
+            requests.add_row(state, str(count))
+    if not requests.rows:
+        requests.add_row("none", "0")
     offload = document["cpu_offload"]
     swap = Table("swap", "")
     swap.add_row("enabled", "yes" if offload["enabled"] else "no")
@@ -46,6 +62,6 @@ def render_status(document: dict[str, Any]) -> Group:
     swap.add_row("payload", mib(offload["payload_bytes"]))
     swap.add_row("budget", mib(offload["budget_bytes"]))
     swap.add_row("most swapped requests", str(offload["max_swapped_requests"]))
-    for name, value in sorted(document["counters"].items()):
-        swap.add_row(name, f"{value:g}")
+    for name in SWAP_COUNTERS:
+        swap.add_row(name, f"{document['counters'][name]:g}")
     return Group(workers, stores, requests, swap)

@@ -1,0 +1,46 @@
+"""The status document as a person sees it."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from deepinfer.controller.core.config import ControllerConfig
+from deepinfer.controller.core.core import ControllerCore
+from deepinfer.deploy.status import SWAP_COUNTERS, render_status
+
+
+def test_a_document_becomes_tables_of_what_it_says() -> None:
+    document = ControllerCore(1, ControllerConfig(max_swapped_requests=9)).snapshot()
+    document["counters"] = {name: float(i + 1) for i, name in enumerate(SWAP_COUNTERS)}
+    document["requests"] = {"decode": 3, "swapped": 2, "failed": 0}
+    document["swapped"] = 2
+    document["workers"] = {
+        "worker-7": {
+            "node": "here",
+            "blocks_total": 10,
+            "blocks_free": 4,
+            "blocks_short": 1,
+            "residents": 3,
+            "state": "serving",
+        }
+    }
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_status(document))
+    shown = {tuple(line.replace("│", " ").split()) for line in console.export_text().splitlines()}
+    assert ("worker-7", "here", "6", "/", "10", "4", "1", "3", "serving") in shown
+    assert ("decode", "3") in shown
+    assert ("failed", "0") not in shown
+    assert ("swapped", "now", "2") in shown
+    assert ("most", "swapped", "requests", "9") in shown
+    for i, name in enumerate(SWAP_COUNTERS):
+        assert (name, str(i + 1)) in shown
+
+
+def test_an_idle_cluster_has_no_requests() -> None:
+    document = ControllerCore(1, ControllerConfig()).snapshot()
+    document["counters"] = dict.fromkeys(SWAP_COUNTERS, 0.0)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_status(document))
+    assert "none" in console.export_text()
