@@ -6,6 +6,7 @@ came of them; it decides nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,7 @@ class _Call:
             self._on_failure()
 
 
-class Reporter(Host):
+class Reporter(Host, ABC):
     """A host that keeps a stream of reports to the controller."""
 
     __slots__ = ("_controller",)
@@ -182,10 +183,10 @@ class Reporter(Host):
         if self._controller is not None:
             self._controller.send(self, report)
 
+    @abstractmethod
     def on_report_link(self) -> None:
         """A new stream to a controller is open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_report_reply(self, reply: Any) -> None:
         """The controller answered a report."""
-        raise NotImplementedError
