@@ -75,7 +75,8 @@ class StoreService:
         self._local_socket = local_socket
         self._idle_s = idle_s
         self._get_s = get_s
-        self._putting: dict[Ticket, _RunningPut] = {}
+        self._putting: dict[Ticket, list[_RunningPut]] = {}
+        """Puts from their header on: one that still waits for its pages can be stopped, too."""
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """What a server registers; names every method of the service."""
@@ -139,12 +140,14 @@ class StoreService:
         """Stop the writer's put of the ticket, if one is running; the reservation stands."""
         ticket = wire.ticket_from_proto(request.ticket)
         writer = wire.writer_from_proto(request.writer)
-        running = self._putting.get(ticket)
-        if running is not None and running.writer != writer:
+        running = self._putting.get(ticket, [])
+        own = [put for put in running if put.writer == writer]
+        if running and not own:
             return self._reply(ticket, StoreStatus.NOT_YOURS)
-        if running is not None:
-            running.stop()
-            await running.ended.wait()
+        for put in own:
+            put.stop()
+        for put in own:
+            await put.ended.wait()
         return self._reply(ticket, StoreStatus.OK)
 
     async def _list(self, _request: pb.ListRequest, _context: _Context) -> pb.ListResponse:
@@ -196,16 +199,33 @@ class StoreService:
             return self._reply(ticket, StoreStatus.BAD_PAYLOAD, "header and manifest disagree")
         running = _RunningPut(writer, asyncio.Event())
         incarnation = wire.incarnation_from_proto(header.store_incarnation)
-        grant = await self._runtime.begin_put(
-            BeginPut(ticket, writer, manifest.payload_bytes, False, incarnation), running.stop
-        )
+        begin = BeginPut(ticket, writer, manifest.payload_bytes, False, incarnation)
+        puts = self._putting.setdefault(ticket, [])
+        puts.append(running)
+        try:
+            return await self._put_payload(requests, begin, manifest, running)
+        finally:
+            puts.remove(running)
+            if not puts and self._putting.get(ticket) is puts:
+                del self._putting[ticket]
+            running.ended.set()
+
+    async def _put_payload(
+        self,
+        requests: AsyncIterator[pb.PutHeader | memoryview],
+        begin: BeginPut,
+        manifest: Manifest,
+        running: _RunningPut,
+    ) -> pb.StoreReply:
+        grant = await self._runtime.begin_put(begin, running.stop)
         if grant.put is None:
-            return self._reply(ticket, grant.status)
+            return self._reply(begin.ticket, grant.status)
         hasher = GroupHasher(manifest)
         ended = False
-        self._putting[ticket] = running
         try:
-            detail = await self._receive(requests, manifest, grant, hasher, running)
+            detail = "stopped"  # perhaps while it waited for its pages
+            if not running.stopped:
+                detail = await self._receive(requests, manifest, grant, hasher, running)
             good = not detail and hasher.matches(manifest)
             ended = True
             reply = self._runtime.finish_put(grant, manifest, hasher.hashed_bytes, good)
@@ -213,9 +233,6 @@ class StoreService:
         finally:
             if not ended:
                 self._runtime.abort_put(grant.put)
-            if self._putting.get(ticket) is running:
-                del self._putting[ticket]
-            running.ended.set()
 
     async def _receive(
         self,

@@ -15,6 +15,7 @@ from deepinfer.kvstore.actor import StoreSettings
 from deepinfer.kvstore.client import Deadlines, StoreClient
 from deepinfer.kvstore.core.config import StoreConfig, StoreConfigError
 from deepinfer.kvstore.core.messages import StoreStatus as S
+from deepinfer.kvstore.runtime import StoreRuntime
 from deepinfer.proto import control_pb2, control_pb2_grpc, kvstore_pb2
 from deepinfer.proto.bearer import bearer
 from kvstore_kit import PAGE, TOKEN, buffers, draft, payload, running_store, ticket, until
@@ -110,6 +111,37 @@ def test_a_put_over_grpc_can_be_stopped() -> None:
             rpc = await put_half(client, 1)
             await until(store, puts=1)
             assert (await client.abort_put(ticket(1))).status is S.OK
+            reply = await rpc
+            assert (reply.status, reply.detail) == ("bad_payload", "stopped")
+            await until(store, puts=0, used_bytes=3 * PAGE)
+
+    asyncio.run(main())
+
+
+def test_a_put_that_still_waits_for_its_pages_can_be_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin_put = StoreRuntime.begin_put
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(self: StoreRuntime, *args: Any) -> Any:
+        begun.set()
+        await go_on.wait()
+        return await begin_put(self, *args)
+
+    monkeypatch.setattr(StoreRuntime, "begin_put", slow)
+
+    async def main() -> None:
+        async with running_store() as store:
+            client = store.client("grpc")
+            await client.reserve(ticket(1), 3 * PAGE, epoch=1)
+            rpc = await put_half(client, 1)
+            await begun.wait()
+            aborting = asyncio.create_task(client.abort_put(ticket(1)))
+            await asyncio.sleep(0.1)
+            assert not aborting.done(), "the put is still there"
+            go_on.set()
+            assert (await aborting).status is S.OK
             reply = await rpc
             assert (reply.status, reply.detail) == ("bad_payload", "stopped")
             await until(store, puts=0, used_bytes=3 * PAGE)
