@@ -46,7 +46,9 @@ class Reporter:
 
     async def run(self) -> None:
         """Report until cancelled."""
-        while True:
+        this = asyncio.current_task()
+        # gRPC swallows a cancellation that meets the end of a call: the count remembers it.
+        while this is None or not this.cancelling():
             try:
                 await self._report_to(await self._find_controller())
             except (grpc.aio.AioRpcError, OSError, RuntimeError, LookupError) as error:

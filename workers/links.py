@@ -143,7 +143,8 @@ class _GatewayLink:
 
     async def _keep(self) -> None:
         backoff = Backoff()
-        while True:
+        # gRPC swallows a cancellation that meets the end of a call: the count remembers it.
+        while not _closing():
             address = self._address
             try:
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
@@ -217,7 +218,7 @@ class ReportLink:
 
     async def _keep(self) -> None:
         backoff = Backoff()
-        while True:
+        while not _closing():
             try:
                 address = await self._find()
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
