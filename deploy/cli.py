@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+
+from deepinfer.deploy.bench.cli import bench
+from deepinfer.deploy.console import err, out, plain_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,33 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve language models on cards with too little memory.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Experiments; each writes JSON and a plot.")
 model = typer.Typer(no_args_is_help=True, help="Get models.")
 app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")
-
-out = Console()
-err = Console(stderr=True)
-
-
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Turn what the user or the world caused into one message and exit code 1 (no traceback)."""
-    from deepinfer.client import DeepInferError
-    from deepinfer.deploy.cluster import LaunchError
-    from deepinfer.deploy.config import ConfigError
-    from deepinfer.deploy.models import ModelUnavailableError
-    from deepinfer.deploy.running import TokenFileError
-
-    expected = (ConfigError, LaunchError, ModelUnavailableError, TokenFileError, DeepInferError)
-    try:
-        yield
-    except expected as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt as error:
-        raise typer.Exit(130) from error
-
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file.")]
 Endpoint = Annotated[
@@ -99,9 +75,8 @@ def up(
     max_live_requests: Annotated[
         int | None, typer.Option(help="Requests a gateway holds at a time, at most.")
     ] = None,
-    orphan_grace_s: Annotated[
-        float | None,
-        typer.Option("--orphan-grace-s", help="Seconds a request outlives its client's stream."),
+    orphan_grace: Annotated[
+        float | None, typer.Option(help="Seconds a request outlives its client's stream.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address the gateways listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="First gateway's port.")] = None,
@@ -230,44 +205,6 @@ def model_get(
         from deepinfer.deploy.generate import get_model
 
         sys.stdout.write(f"{get_model(name, console=err)}\n")
-
-
-@bench.command("offload")
-def bench_offload(
-    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
-    kv_cache_dtype: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; default: all four.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 5,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
-) -> None:
-    """Force one swap a round: a pool of exactly 3 blocks, two requests that need 3 each."""
-    with plain_errors():
-        from deepinfer.deploy.bench.offload import run_offload
-
-        ok = run_offload(
-            model=model,
-            dtypes=tuple(kv_cache_dtype or ("fp16", "int8", "fp8", "fp8_e5m2")),
-            rounds=rounds,
-            output=output,
-            console=out,
-        )
-    raise typer.Exit(0 if ok else 1)
-
-
-@bench.command("controller")
-def bench_controller(
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
-) -> None:
-    """The controller's core alone: events a second, and how the cost grows."""
-    with plain_errors():
-        from deepinfer.deploy.bench.controller import main as run_controller
-
-        run_controller(output)
 
 
 def main() -> None:

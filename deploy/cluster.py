@@ -137,7 +137,7 @@ class Cluster:
                     victims=config.victim_policy,
                     reserve=config.reserve,
                     min_residency_tokens=config.min_residency,
-                    orphan_grace_ms=round(config.orphan_grace_s * 1000),
+                    orphan_grace_ms=round(config.orphan_grace * 1000),
                 ),
             ),
         )
@@ -180,7 +180,7 @@ class Cluster:
                         max_live_requests=config.max_live_requests,
                         # Ended ones that are still being read have a stream too.
                         max_streams=2 * config.max_live_requests,
-                        orphan_grace_ms=round(config.orphan_grace_s * 1000),
+                        orphan_grace_ms=round(config.orphan_grace * 1000),
                     ),
                 ),
                 ControllerAccess(find=controller.address, status=controller.status),

@@ -133,8 +133,8 @@ class ClusterConfig(BaseModel):
     max_live_requests: int = Field(
         default=4096, ge=1, le=1 << 20, description="Requests a gateway holds at a time, at most."
     )
-    orphan_grace_s: float = Field(
-        default=5.0, ge=0, le=3600, description="How long a request outlives its client's stream."
+    orphan_grace: float = Field(
+        default=5.0, ge=0, le=3600, description="Seconds a request outlives its client's stream."
     )
     host: str = Field(
         default="127.0.0.1", min_length=1, description="Address the gateways listen on."

@@ -36,7 +36,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, O
         block_size=16,
         max_cache="12 blocks",
         prefill_chunk_tokens=32,
-        orphan_grace_s=ORPHAN_GRACE_S,
+        orphan_grace=ORPHAN_GRACE_S,
     ) as cluster:
         yield cluster, Oracle(tiny_model(folder), "fp16")
 
