@@ -255,4 +255,5 @@ class Shell:
             counters.setdefault(name, 0.0)
         found["counters"] = counters | found["counters"]
         found["addresses"] = dict(self._addresses)
+        found["now_ms"] = wall_ms()
         return found

@@ -138,6 +138,7 @@ def _depart(
                 sequence.not_before_ms = world.now_ms + world.config.settle_ms
         case Departure.SWAPPED:
             world.counters.swaps_seen_total += 1
+            sequence.swaps += 1
             world.to(sequence, State.SWAPPED)
             world.set_home(sequence, worker.id)
             if departed.ticket is not None:

@@ -124,7 +124,8 @@ class Sequence:
                  "expected", "expected_store", "expected_until_ms", "home", "level",
                  "not_before_ms", "orphan_since_ms", "owner", "place", "preempt",
                  "queue_capacity", "queued", "recovering", "rejected", "residents", "run", "seq",
-                 "state", "swap", "tickets", "tokens_min", "unfit_since_ms", "wake_ms")  # fmt: skip
+                 "state", "swap", "swaps", "tickets", "tokens_min", "unfit_since_ms",
+                 "wake_ms")  # fmt: skip
 
     def __init__(self, seq: Seq) -> None:
         self.seq = seq
@@ -143,6 +144,8 @@ class Sequence:
         """Pools below this have said that they can never hold it."""
         self.orphan_since_ms: int | None = None
         """Since when nobody claims it, while a claim may still come."""
+        self.swaps = 0
+        """How often this controller has seen it leave a worker for a store."""
         self.bereaved = False
         """Its gateway died while it was listed there."""
         self.closed_ms: int | None = None

@@ -96,7 +96,7 @@ def _state(worker: Worker) -> str:
 
 
 def _request(sequence: Sequence) -> dict[str, object]:
-    level, place = sequence.level, sequence.place
+    level, place, payload = sequence.level, sequence.place, sequence.payload()
     return {
         "request": str(sequence.seq.request),
         "choice": sequence.seq.choice,
@@ -104,6 +104,9 @@ def _request(sequence: Sequence) -> dict[str, object]:
         "gateway": None if sequence.owner is None else str(sequence.owner),
         "worker": None if place is None else str(place.worker.worker),
         "run": None if place is None else tuple(place.run),
+        "store": None if payload is None else str(payload.store),
+        "swaps": sequence.swaps,
+        "prompt_tokens": None if level is None else level.prompt_tokens,
         "tokens": sequence.tokens,
         "tokens_max": sequence.tokens_max,
         "arrival_ms": None if level is None else level.arrival_ms,

@@ -45,6 +45,23 @@ def test_two_requests_in_a_pool_for_one_swap_exactly_once() -> None:
     cluster.run(lambda: not cluster.stores[StoreId("store")].tickets, rounds=40)
 
 
+def test_the_status_says_of_each_request_where_its_kv_is_and_how_often_it_left() -> None:
+    cluster, _, gateway = cluster_of(3)
+    first = cluster.submit("first", prompt=20, max_tokens=28)
+    cluster.run(lambda: gateway.requests[first].held >= 1)
+
+    def row() -> dict[str, object]:
+        return next(r for r in cluster.status()["sequences"] if r["request"] == first.request)
+
+    assert (row()["worker"], row()["store"], row()["swaps"]) == ("w", None, 0)
+    assert row()["prompt_tokens"] == 20
+    cluster.submit("second", prompt=20, max_tokens=28)
+    cluster.run(lambda: row()["store"] is not None and row()["state"] == "swapped")
+    assert (row()["worker"], row()["store"], row()["swaps"]) == (None, "store", 1)
+    cluster.run(lambda: row()["worker"] is not None and row()["store"] is None)
+    assert row()["swaps"] == 1
+
+
 def test_room_made_for_a_newcomer_is_not_given_to_its_victim() -> None:
     """After the swap-out the victim is first in line and fits; the newcomer gets the room."""
     cluster, worker, gateway = cluster_of(4)
