@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,10 +27,36 @@ app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file.")]
-Endpoint = Annotated[
-    str | None, typer.Option(help="host:port of a gateway; default: the cluster running here.")
-]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate, at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this mass; 1: all.")]
+TopK = Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")]
+MinP = Annotated[float, typer.Option(help="Least probability, as a part of the likeliest's.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes repeating less likely.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tokens.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
+
+
+def one_of(*values: str) -> Callable[[str], list[str]]:
+    """What a shell completes an option's value from."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def endpoints_here(incomplete: str) -> list[str]:
+    """The gateways of the clusters that run here, for completion."""
+    from deepinfer.deploy.running import alive
+
+    return [e for cluster in alive() for e in cluster.endpoints if e.startswith(incomplete)]
+
+
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="host:port of a gateway; default: the cluster running here.",
+        autocompletion=endpoints_here,
+    ),
+]
 
 
 @app.command()
@@ -39,7 +66,11 @@ def up(
     workers: Annotated[int | None, typer.Option(help="Worker processes.")] = None,
     gateways: Annotated[int | None, typer.Option(help="Gateway processes.")] = None,
     kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="auto, fp16, int8, fp8, fp8_e5m2 or k16v8.")
+        str | None,
+        typer.Option(
+            help="auto, fp16, int8, fp8, fp8_e5m2 or k16v8.",
+            autocompletion=one_of("auto", "fp16", "int8", "fp8", "fp8_e5m2", "k16v8"),
+        ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     max_cache: Annotated[
@@ -65,12 +96,22 @@ def up(
         bool | None,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Share equal prompt prefixes."),
     ] = None,
-    reserve: Annotated[str | None, typer.Option(help="growth or full.")] = None,
-    victim_policy: Annotated[str | None, typer.Option(help="lru, youngest or cost.")] = None,
+    reserve: Annotated[
+        str | None, typer.Option(help="growth or full.", autocompletion=one_of("growth", "full"))
+    ] = None,
+    victim_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="lru, youngest or cost.", autocompletion=one_of("lru", "youngest", "cost")
+        ),
+    ] = None,
     min_residency: Annotated[
         int | None, typer.Option(help="Tokens a resumed request makes before it may go again.")
     ] = None,
-    store_path: Annotated[str | None, typer.Option(help="auto, memfd or grpc.")] = None,
+    store_path: Annotated[
+        str | None,
+        typer.Option(help="auto, memfd or grpc.", autocompletion=one_of("auto", "memfd", "grpc")),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of a CPU worker.")] = None,
     max_live_requests: Annotated[
         int | None, typer.Option(help="Requests a gateway holds at a time, at most.")
@@ -83,7 +124,13 @@ def up(
     token_file: Annotated[
         str | None, typer.Option(help="File with the bearer token; made if missing.")
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            help="debug, info, warning or error.",
+            autocompletion=one_of("debug", "info", "warning", "error"),
+        ),
+    ] = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C or `deepinfer down`."""
     flags = {k: v for k, v in locals().items() if k != "config"}
@@ -97,7 +144,11 @@ def up(
 @app.command()
 def down(
     endpoint: Annotated[
-        str | None, typer.Option(help="host:port it was started with; default: the only one.")
+        str | None,
+        typer.Option(
+            help="host:port it was started with; default: the only one.",
+            autocompletion=endpoints_here,
+        ),
     ] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds to wait until it has stopped.")] = 30.0,
 ) -> None:
@@ -132,19 +183,32 @@ def status(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt, or - for standard input.")],
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int, typer.Option()] = 0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    seed: Annotated[int | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds after which it ends with what there is.")
+    ] = None,
+    n: Annotated[int, typer.Option(help="Answers; above 1 only with --json.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Likeliest tokens to tell for each; only with --json.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The finished answer and its figures, as JSON.")
+    ] = False,
     endpoint: Endpoint = None,
     token_file: TokenFile = None,
 ) -> None:
     """Stream one answer to standard output."""
+    if not as_json and (n != 1 or logprobs is not None):
+        raise typer.BadParameter("--n above 1 and --logprobs need --json")
     with plain_errors():
-        from deepinfer.deploy.generate import stream_one
+        from deepinfer.deploy.generate import generate_json, stream_one
 
         text = sys.stdin.read() if prompt == "-" else prompt
         sampling: dict[str, Any] = {
@@ -153,10 +217,72 @@ def generate(
             "top_p": top_p,
             "top_k": top_k,
             "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+            "stop": tuple(stop or ()),
+            "deadline_s": deadline,
+            "n": n,
+            "logprobs": logprobs,
+        }
+        run = generate_json if as_json else stream_one
+        run(text, sampling, chat=chat, endpoint=endpoint, token_file=token_file)
+
+
+@app.command()
+def chat(
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    events: Annotated[bool, typer.Option(help="Tell of swaps while they happen.")] = False,
+    endpoint: Endpoint = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Talk with the model; /help lists what else can be typed. A pipe has one turn a line."""
+    with plain_errors():
+        from deepinfer.deploy.chat import Chat, chat_lines
+        from deepinfer.deploy.launch import connect
+
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
             "seed": seed,
             "stop": tuple(stop or ()),
         }
-        stream_one(text, sampling, chat=chat, endpoint=endpoint, token_file=token_file)
+        with connect(endpoint, token_file) as client:
+            talk = Chat(client, sampling, out, err, system=system, events=events)
+            talk.run(chat_lines(err))
+    # At a terminal the user has seen the error; a script sees the code.
+    raise typer.Exit(1 if talk.failed and not sys.stdin.isatty() else 0)
+
+
+@app.command()
+def top(
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option(help="Look twice, an interval apart, print that and end.")
+    ] = False,
+    endpoint: Endpoint = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Watch pools, stores, requests and swaps; q or Ctrl-C ends it."""
+    with plain_errors():
+        from deepinfer.deploy.launch import connect
+        from deepinfer.deploy.top import run_top
+
+        with connect(endpoint, token_file) as client:
+            run_top(client, interval_s=interval, once=once, console=out)
 
 
 @app.command()

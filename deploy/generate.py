@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,37 @@ def stream_one(
 
     Raises what ``connect`` and the SDK raise.
     """
-    asked = [{"role": "user", "content": prompt}] if chat else prompt
-    with connect(endpoint, token_file) as client, client.stream(asked, **sampling) as stream:
+    with (
+        connect(endpoint, token_file) as client,
+        client.stream(_asked(prompt, chat), **sampling) as stream,
+    ):
         for event in stream:
             if isinstance(event, Delta | Finished):
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def generate_json(
+    prompt: str,
+    sampling: dict[str, Any],
+    *,
+    chat: bool,
+    endpoint: str | None,
+    token_file: Path | None,
+) -> None:
+    """Write the finished answer with all that is known of it as one JSON document.
+
+    The keys are those of ``deepinfer.client.Completion``. Raises what ``connect`` and the SDK
+    raise.
+    """
+    with connect(endpoint, token_file) as client:
+        completion = client.generate(_asked(prompt, chat), **sampling)
+    document = asdict(completion)
+    for choice in document["choices"]:
+        choice["logprobs"] = [logprob._asdict() for logprob in choice["logprobs"]]
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def _asked(prompt: str, chat: bool) -> str | list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}] if chat else prompt
