@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -22,6 +24,8 @@ ReportCall: TypeAlias = (
     "grpc.aio.StreamStreamCall[control_pb2.GatewayReport, control_pb2.ReportReply]"
 )
 RETRY_S = 0.2
+COUNTED_S = 0.5
+"""How old what the controller shows of a gateway's metrics may be, besides a report's interval."""
 CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 20_000),
@@ -86,9 +90,32 @@ class Reporter:
                 await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, reports: asyncio.Queue[GatewayReport], call: ReportCall) -> None:
+        counted = Counted(self._shell.metrics)
         while True:
             report = await reports.get()
-            await call.write(wire.report_to(report, self._address, self._shell.core.counters))
+            counters = counted.changes(time.monotonic())
+            await call.write(wire.report_to(report, self._address, counters))
+
+
+class Counted:
+    """Which samples a stream's next report carries: those that have changed, and at first all.
+
+    A sample that is not named is as it was. There are hundreds, and reports are frequent: so they
+    are looked at every ``COUNTED_S`` only.
+    """
+
+    def __init__(self, samples: Callable[[], dict[str, float]]) -> None:
+        self._samples = samples
+        self._sent: dict[str, float] = {}
+        self._due_s = -math.inf
+
+    def changes(self, now_s: float) -> dict[str, float]:
+        """What to send now, on a stream that loses nothing."""
+        if now_s < self._due_s:
+            return {}
+        self._due_s = now_s + COUNTED_S
+        sent, self._sent = self._sent, self._samples()
+        return {name: value for name, value in self._sent.items() if sent.get(name) != value}
 
 
 def _brief(error: Exception) -> str:

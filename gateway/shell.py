@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
+from deepinfer.gateway import metrics
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.core.events import (
     EndStream,
@@ -28,7 +29,7 @@ from deepinfer.gateway.core.events import (
     ToStream,
     WorkerLinkDown,
 )
-from deepinfer.gateway.core.gateway import GatewayCore
+from deepinfer.gateway.core.gateway import GatewayCore, by_reason
 from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.text import ChoiceText, Scanner, text_of
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StreamId, WorkerRef
@@ -117,6 +118,8 @@ class Shell:
         self._bug: Exception | None = None
         self._streams: dict[StreamId, ClientStream] = {}
         self._last_stream = 0
+        self._counters: Counter[str] = Counter()
+        """What never gets to the core, by the same names."""
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._send_report: Callable[[GatewayReport], None] | None = None
 
@@ -246,6 +249,15 @@ class Shell:
         self._send_report = send
         if send is not None:
             self.tell(ReportLinkUp())
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was refused before it was one."""
+        self._counters[by_reason("requests_refused_total", reason)] += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Totals since this life began, gauges and histograms, by their exported names."""
+        counters = self.core.counters | self._counters
+        return metrics.samples(counters, self.core.measures, self.snapshot())
 
     def snapshot(self) -> dict[str, object]:
         """Counts for the status document."""

@@ -32,6 +32,7 @@ from deepinfer.gateway.core.events import (
     WorkerLinkDown,
 )
 from deepinfer.gateway.core.levels import Levels
+from deepinfer.gateway.core.measures import Measures
 from deepinfer.gateway.core.record import Choice, Entry, Taken, resume_refusal
 from deepinfer.gateway.core.streams import Streams
 from deepinfer.gateway.core.table import RequestTable
@@ -60,6 +61,11 @@ from deepinfer.kvstore.core.messages import (
 from deepinfer.kvstore.core.requests import FinishReason
 
 
+def by_reason(name: str, reason: str) -> str:
+    """The key in ``counters`` of a total that is kept by reason."""
+    return f'{name}{{reason="{reason}"}}'
+
+
 class GatewayCore:
     """Keeps the record of each live request and lets one run at a time speak for it."""
 
@@ -70,6 +76,8 @@ class GatewayCore:
         self.incarnation = incarnation
         self.config = config
         self.counters: Counter[str] = Counter()
+        """Totals by name; where a total is kept by reason, as ``name{reason="..."}``."""
+        self.measures = Measures()
         self._started_ms = now_ms
         self._table = RequestTable(config)
         self._levels = Levels(self._table, gateway, incarnation, config, now_ms=now_ms)
@@ -120,24 +128,29 @@ class GatewayCore:
         record = event.record
         full = self._full(new_request=True, new_stream=True)
         if full is not None:
-            self.counters["requests_refused_total"] += 1
-            self._streams.refuse(event.stream, Code.RESOURCE_EXHAUSTED, full)
+            bound, message = full
+            self.counters[by_reason("requests_refused_total", bound)] += 1
+            self._streams.refuse(event.stream, Code.RESOURCE_EXHAUSTED, message)
         elif self._table.get(record.request) is not None:
             self._streams.refuse(
                 event.stream, Code.ABORTED, f"request id {record.request} is in use"
             )
         else:
             self.counters["requests_total"] += 1
-            entry = Entry(record, event.resume_key, 0, now_ms)
+            self.counters["prompt_tokens_total"] += len(record.prompt_ids)
+            self.measures.prompt_tokens.observe(len(record.prompt_ids))
+            entry = Entry(record, event.resume_key, 0, now_ms, self.measures)
             self._add(entry)
             self._open(event, entry, [0] * len(entry.choices))
 
-    def _full(self, *, new_request: bool, new_stream: bool) -> str | None:
-        live, streams = self._table.live, len(self._streams)
-        if new_request and live >= self.config.max_live_requests:
-            return f"{live} live requests, max_live_requests = {self.config.max_live_requests}"
-        if new_stream and streams >= self.config.max_streams:
-            return f"{streams} streams, max_streams = {self.config.max_streams}"
+    def _full(self, *, new_request: bool, new_stream: bool) -> tuple[str, str] | None:
+        """The bound that is reached, if one is, and a sentence about it."""
+        live, streams, config = self._table.live, len(self._streams), self.config
+        if new_request and live >= config.max_live_requests:
+            says = f"{live} live requests, max_live_requests = {config.max_live_requests}"
+            return "max_live_requests", says
+        if new_stream and streams >= config.max_streams:
+            return "max_streams", f"{streams} streams, max_streams = {config.max_streams}"
         return None
 
     def _resume(self, event: Resume, now_ms: int) -> None:
@@ -152,8 +165,9 @@ class GatewayCore:
         )
         refusal = resume_refusal(event, entry)
         if refusal is None and full is not None:
-            refusal = (Code.UNAVAILABLE, f"gateway {self.gateway} is full: {full}")
+            refusal = (Code.UNAVAILABLE, f"gateway {self.gateway} is full: {full[1]}")
         if refusal is not None:
+            self.counters["resumes_refused_total"] += 1
             self._streams.refuse(event.stream, *refusal)
             return
         if entry is not None:
@@ -174,7 +188,7 @@ class GatewayCore:
         A run that attached here before does not know what the client knows: it may not go on.
         """
         self.counters["takeovers_total"] += 1
-        entry = Entry(event.record, event.resume_key, event.claim, None)
+        entry = Entry(event.record, event.resume_key, event.claim, None, self.measures)
         for choice, received in zip(entry.choices, event.received, strict=True):
             choice.hold(received, event.record)
         if old is not None:
@@ -252,6 +266,8 @@ class GatewayCore:
         if highest is None or attach.run > highest:
             if choice.worker != worker:  # in place, the newer run has the older one's KV
                 self._drop_run(choice)
+            if highest is None:
+                choice.meter.attached(now_ms)
             choice.attached, choice.worker = attach.run, worker
             self._levels.touch(choice.seq)
         elif attach.run < highest or choice.worker != worker:
@@ -324,6 +340,7 @@ class GatewayCore:
         if found is not None:
             entry, choice = found
             choice.scanned = max(choice.scanned, min(tokens, choice.scan_asked))
+            self._count_end(choice, now_ms)
             self._pump(entry, now_ms)
 
     def _stop_matched(self, seq: Seq, tokens: int, now_ms: int) -> None:
@@ -336,13 +353,22 @@ class GatewayCore:
         if was_running:
             self._drop_run(choice)
             self._choice_ended(entry, choice, now_ms)
+        else:
+            self._count_end(choice, now_ms)
         self._pump(entry, now_ms)
 
     # ---- requests end ---------------------------------------------------------------------
 
     def _choice_ended(self, entry: Entry, choice: Choice, now_ms: int) -> None:
+        self._count_end(choice, now_ms)
         self._levels.touch(choice.seq)
         self._forget_all(self._table.choice_ended(entry, now_ms))
+
+    def _count_end(self, choice: Choice, now_ms: int) -> None:
+        """Count a choice that has ended, once it is known where: a stop string may cut it."""
+        if choice.finish is not None and choice.complete and not choice.meter.over:
+            self.counters[by_reason("requests_finished_total", choice.finish.value)] += 1
+            choice.meter.ended(len(choice.tokens), now_ms)
 
     def _cancel_entry(self, entry: Entry, reason: FinishReason, message: str, now_ms: int) -> None:
         for choice in entry.choices:
@@ -372,6 +398,7 @@ class GatewayCore:
             self.counters["orphans_total"] += 1
             for choice in entry.choices:
                 if choice.finish is None:
+                    self.counters[by_reason("requests_finished_total", "orphan")] += 1
                     self._levels.cancel(entry.level(choice, cancelled=True))
                     self._drop_run(choice)
             self._forget(entry)  # a client that comes back after all takes its request over anew
@@ -401,7 +428,7 @@ class GatewayCore:
         found = self._table.choice(reject.seq)
         if found is None or found[1].finish is not None:
             return
-        self.counters["rejects_total"] += 1
+        self.counters[by_reason("requests_refused_total", "no_pool")] += 1
         entry = found[0]
         entry.code = Code.RESOURCE_EXHAUSTED
         entry.message = (

@@ -13,6 +13,7 @@ from enum import Enum
 from itertools import islice
 
 from deepinfer.gateway.core.events import Code, Resume, Scan
+from deepinfer.gateway.core.measures import Measures
 from deepinfer.gateway.core.usage import Meter
 from deepinfer.kvstore.core.ids import Run, Seq, StreamId, WorkerRef
 from deepinfer.kvstore.core.messages import RequestLevel, Tokens
@@ -54,7 +55,7 @@ class Choice:
         "worker",
     )
 
-    def __init__(self, seq: Seq, record: RequestRecord) -> None:
+    def __init__(self, seq: Seq, record: RequestRecord, meter: Meter) -> None:
         self.seq = seq
         self.tokens: list[Token] = []
         self.attached: Run | None = None
@@ -72,7 +73,7 @@ class Choice:
         """Tokens that a client has or may have: never cut away."""
         self.reported_tokens = 0
         """``held_tokens`` in the last report that named this choice."""
-        self.meter = Meter()
+        self.meter = meter
 
     @property
     def visible(self) -> int:
@@ -113,7 +114,7 @@ class Choice:
             return Taken.CONTRADICTING
         if end > held:
             self.tokens.extend(said.tokens[held - start :])
-            self.meter.tokens_arrived(said.run, now_ms)
+            self.meter.tokens_arrived(said.run, end - held, now_ms)
         if said.finish is not None:
             self.end(said.finish)
         return Taken.ACCEPTED
@@ -166,23 +167,25 @@ class Entry:
         "message",
         "record",
         "resume_key",
-        "since_ms",
         "stream",
     )
 
     def __init__(
-        self, record: RequestRecord, resume_key: str, claim: int, since_ms: int | None
+        self,
+        record: RequestRecord,
+        resume_key: str,
+        claim: int,
+        since_ms: int | None,
+        measures: Measures,
     ) -> None:
         self.record = record
         self.resume_key = resume_key
         self.claim = claim
-        self.since_ms = since_ms
-        """When the request was accepted here; None for one taken over from another gateway."""
         self.stream: StreamId | None = None
         self.code = Code.OK
         self.message = ""
         """How its streams end, once every choice has."""
-        self.choices = [Choice(seq, record) for seq in record.seqs()]
+        self.choices = [Choice(seq, record, Meter(measures, since_ms)) for seq in record.seqs()]
 
     @property
     def ended(self) -> bool:

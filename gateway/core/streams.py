@@ -73,9 +73,7 @@ class Stream:
         return ToStream(
             self.stream,
             Finished(index, choice.finish, held, choice.finish_message),
-            choice.meter.usage(
-                prompt_tokens=len(entry.record.prompt_ids), tokens=held, since_ms=entry.since_ms
-            ),
+            choice.meter.usage(prompt_tokens=len(entry.record.prompt_ids), tokens=held),
         )
 
     def check(self) -> None:
