@@ -18,10 +18,12 @@ from pathlib import Path
 import grpc
 
 from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.gateway.health import Health
 from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.reporting import Reporter
-from deepinfer.gateway.service import build_server
+from deepinfer.gateway.service import build_link_server, build_server
 from deepinfer.gateway.shell import Shell
+from deepinfer.gateway.tls import ServerTls
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation
 from deepinfer.text.load import load_tokenizer
 
@@ -52,6 +54,12 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one; a restarted gateway has the same one only if it is named here."""
+    tls: ServerTls | None = None
+    """If given, clients must speak TLS with ``host:port``, and workers connect elsewhere."""
+    link_host: str = "127.0.0.1"
+    link_port: int = 0
+    """Where workers connect, without TLS like everything between the cluster's processes, if
+    clients use TLS."""
     failed_start_exit_s: float | None = None
     """A process that could not start says why for so long and then exits, for Ray to start anew;
     None: it stays, as tests in one process want."""
@@ -120,13 +128,24 @@ class GatewayActor:
             eos_token_ids=settings.eos_token_ids,
         )
         shell = Shell(GatewayId(settings.gateway), self._incarnation, settings.config, card)
+        health = Health(shell.gateway, self._controller.status)
         server = build_server(
-            shell, token=settings.token, secret=settings.secret, status=self._controller.status
+            shell,
+            token=settings.token,
+            secret=settings.secret,
+            status=self._controller.status,
+            health=health,
+            links=settings.tls is None,
         )
-        port = await _bind(server, settings.host, settings.port)
-        await server.start()
-        address = endpoint(settings.host, port)
-        reporter = Reporter(shell, self._controller.find, address=address, token=settings.token)
+        address = await _bind(server, settings.host, settings.port, settings.tls)
+        servers, link_address = [server], address
+        if settings.tls is not None:
+            servers.append(build_link_server(shell, token=settings.token))
+            link_address = await _bind(servers[1], settings.link_host, settings.link_port, None)
+        for each in servers:
+            await each.start()
+        find = self._controller.find
+        reporter = Reporter(shell, find, address=link_address, token=settings.token)
         self._address.set_result(address)
         log.info("gateway %s serves at %s", settings.gateway, address)
         try:
@@ -134,7 +153,8 @@ class GatewayActor:
                 tasks.create_task(shell.tick())
                 tasks.create_task(reporter.run())
         finally:
-            await server.stop(STOP_GRACE_S)
+            health.drain()
+            await asyncio.gather(*(each.stop(STOP_GRACE_S) for each in servers))
 
     def _stopped(self, serving: asyncio.Task[None]) -> None:
         if serving.cancelled():
@@ -158,15 +178,23 @@ def endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-async def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> str:
     """Bind, waiting for a predecessor's sockets to go if the port is a fixed one.
+
+    Returns:
+        Where it serves.
 
     Raises:
         RuntimeError: the port stays taken.
+        OSError: a certificate file cannot be read.
     """
+    credentials = None if tls is None else tls.credentials()
+    wanted = endpoint(host, port)
     for attempt in range(BIND_ATTEMPTS):
         try:
-            return server.add_insecure_port(endpoint(host, port))
+            if credentials is None:
+                return endpoint(host, server.add_insecure_port(wanted))
+            return endpoint(host, server.add_secure_port(wanted, credentials))
         except RuntimeError:
             if port == 0 or attempt == BIND_ATTEMPTS - 1:
                 raise

@@ -3,7 +3,8 @@
 Handlers translate, tell the shell, and write what it hands them. Errors:
 
 ===================  =======================================================================
-UNAUTHENTICATED      no bearer token, or a wrong one (``proto.bearer.RequireToken``)
+UNAUTHENTICATED      no bearer token, or a wrong one (``proto.bearer.RequireToken``), by any call
+                     but those of ``OPEN_METHODS``
 PERMISSION_DENIED    the resume key does not belong to the request id
 INVALID_ARGUMENT     a field is out of range, ``google.rpc.BadRequest`` names it; or no protobuf
 NOT_FOUND            another model is served
@@ -27,10 +28,13 @@ from google.rpc import (  # type: ignore[import-untyped]  # has no stubs
     error_details_pb2,
     status_pb2,
 )
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from deepinfer.gateway import wire
 from deepinfer.gateway.core.events import AbortRequest, Code, EndStream, StreamReady, ToStream
+from deepinfer.gateway.health import CHECK, Health, HealthService
 from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
 from deepinfer.gateway.malformed import RefuseMalformed
@@ -42,6 +46,14 @@ from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb
 from deepinfer.proto.bearer import RequireToken
 
 MESSAGE_BYTES_MAX = 4 << 20
+"""Of a message to a client, and of a request as it was first sent."""
+RECEIVE_BYTES_MAX = 16 << 20
+"""Of any message from a client or a worker. A Resume brings the request and all its tokens: one
+that was accepted must not become too large to be resumed."""
+OPEN_METHODS = frozenset({CHECK})
+"""Calls that need no token. Kubernetes and load balancers probe with Check and cannot send one; it
+says a single bit, and costs at most one question to the controller a second. Watch holds a stream
+open, and reflection names everything there is: both need the token."""
 INLINE_CHARS_MAX = 8_192
 """Longer inputs are tokenized in a thread, so that the other streams go on."""
 CHOICES_MAX = 64
@@ -49,7 +61,7 @@ STATUS_SEQUENCES_MAX = 5_000
 """A few hundred bytes each, so that the document fits ``MESSAGE_BYTES_MAX``."""
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # or a second server on the port would silently take half the calls
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -185,6 +197,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 default_seed=seed_of(request_id),
             )
 
+        size = said.ByteSize()
+        if size > MESSAGE_BYTES_MAX:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the request takes {size:,} bytes: must be at most {MESSAGE_BYTES_MAX:,}",
+            )
         try:
             ask = wire.ask_from(said)
             if ask.input_chars <= INLINE_CHARS_MAX:
@@ -271,16 +289,37 @@ class WorkerLinkService(link_pb2_grpc.WorkerLinkServicer):
             self._shell.from_worker(link, wire.from_worker(message, link.worker))
 
 
-def build_server(shell: Shell, *, token: str, secret: bytes, status: Status) -> grpc.aio.Server:
-    """A server with both services, every call of which needs the token; not bound, not started."""
-    server = grpc.aio.server(
-        interceptors=[RequireToken(token), RefuseMalformed()], options=SERVER_OPTIONS
-    )
+def build_server(
+    shell: Shell, *, token: str, secret: bytes, status: Status, health: Health, links: bool = True
+) -> grpc.aio.Server:
+    """The public server: Inference, health and reflection; not bound, not started.
+
+    Every call but those of ``OPEN_METHODS`` needs the token. ``links``: workers connect here too;
+    otherwise to a server of ``build_link_server``.
+    """
+    server = _server(RequireToken(token, open_methods=OPEN_METHODS))
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceService(shell, secret, status), server
     )
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(health), server)
+    files = [inference_pb2, health_pb2]
+    if links:
+        link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(shell), server)
+        files.append(link_pb2)
+    names = [s.full_name for file in files for s in file.DESCRIPTOR.services_by_name.values()]
+    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+    return server
+
+
+def build_link_server(shell: Shell, *, token: str) -> grpc.aio.Server:
+    """A server for the cluster's own workers alone; not bound, not started."""
+    server = _server(RequireToken(token))
     link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(shell), server)
     return server
+
+
+def _server(guard: RequireToken) -> grpc.aio.Server:
+    return grpc.aio.server(interceptors=[guard, RefuseMalformed()], options=SERVER_OPTIONS)
 
 
 async def _end(effect: EndStream, context: Context) -> None:

@@ -18,6 +18,7 @@ import grpc
 from deepinfer.client import AsyncClient
 from deepinfer.client.core.resume import ClientConfig
 from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.gateway.health import Health
 from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.reporting import Reporter
 from deepinfer.gateway.service import StatusUnavailableError, build_server
@@ -235,6 +236,8 @@ class GatewayHost:
         self.name = name
         self.port = 0
         self.life = 0
+        self.document: dict[str, object] = {"workers": {}, "swapped": 0}
+        """What the controller says its status is."""
         self.shell: Shell | None = None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -249,7 +252,10 @@ class GatewayHost:
         shell = self.shell = Shell(
             GatewayId(self.name), Incarnation(self.life), self.config, self.card
         )
-        self._server = build_server(shell, token=TOKEN, secret=SECRET, status=self._status)
+        self.health = Health(shell.gateway, self._status)
+        self._server = build_server(
+            shell, token=TOKEN, secret=SECRET, status=self._status, health=self.health
+        )
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
@@ -262,7 +268,7 @@ class GatewayHost:
     async def _status(self) -> dict[str, object]:
         if not self.controller:
             raise StatusUnavailableError("the controller does not answer")
-        return {"workers": {}, "swapped": 0}
+        return self.document
 
     async def stop(self) -> None:
         """Die at once."""
