@@ -69,7 +69,7 @@ class Reporter:
         async def written() -> AsyncIterator[control_pb2.StoreReport]:
             while True:
                 report = await backlog.get()
-                yield wire.report_to_proto(report, self._address, self._runtime.core.counters)
+                yield wire.report_to_proto(report, self._address, self._runtime.counters())
 
         async with grpc.aio.insecure_channel(controller, options=_CHANNEL_OPTIONS) as channel:
             call = control_pb2_grpc.ControlStub(channel).StoreReports(

@@ -161,6 +161,11 @@ class StoreRuntime:
         assert reply is not None, body
         return reply
 
+    def counters(self) -> dict[str, float]:
+        """Totals since this life began, by the names they are exported under."""
+        counts = self.core.counters
+        return {f"deepinfer_store_{name}_total": float(count) for name, count in counts.items()}
+
     async def tick(self) -> None:
         """Give the core the time until cancelled."""
         while True:

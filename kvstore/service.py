@@ -174,7 +174,7 @@ class StoreService:
             used_bytes=core.used_bytes,
             quarantined_bytes=numbers["pages_quarantined"] * core.page_bytes,
             tickets=numbers["tickets_reserved"] + numbers["tickets_committed"],
-            counters={name: float(count) for name, count in core.counters.items()},
+            counters=self._runtime.counters(),
             local_socket=self._local_socket,
         )
 

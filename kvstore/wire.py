@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -86,7 +87,7 @@ def status_from_proto(raw: str) -> StoreStatus:
 
 
 def report_to_proto(
-    report: StoreReport, address: str, counters: dict[str, int]
+    report: StoreReport, address: str, counters: Mapping[str, float]
 ) -> control_pb2.StoreReport:
     """Translate outwards."""
     return control_pb2.StoreReport(
@@ -110,7 +111,7 @@ def report_to_proto(
         ],
         gone=[ticket_to_proto(ticket) for ticket in report.gone],
         address=address,
-        counters={name: float(count) for name, count in counters.items()},
+        counters=counters,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from deepinfer.kvstore.core.ids import GatewayId, StoreId
 from deepinfer.kvstore.core.messages import Order, ToGateway, WorkerReport
-from deepinfer.workers.core.core import WorkerCore
+from deepinfer.workers.core.core import SWAP_COUNTERS, WorkerCore
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
@@ -160,9 +160,12 @@ class WorkerShell:
         return {**self.core.snapshot(), "kv_saturations": self._device.kv_saturations}
 
     def counters(self) -> dict[str, float]:
-        """Counts since this life began, for the controller's metrics."""
+        """Counts since this life began, by the names they are exported under."""
         counts = {**self.core.metrics(), "kv_saturations": self._device.kv_saturations}
-        return {name: float(count) for name, count in counts.items()}
+        return {
+            name if name in SWAP_COUNTERS else f"deepinfer_worker_{name}_total": float(count)
+            for name, count in counts.items()
+        }
 
     async def stop(self) -> None:
         """Close the links and end the engine's thread after its step."""

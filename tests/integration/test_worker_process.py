@@ -78,7 +78,7 @@ def test_a_plain_life_over_real_links(model: Path, expected: list[int]) -> None:
             assert status["tokens_generated"] == 60
             report = cluster.controller.last
             assert report is not None
-            assert report.counters["tokens_generated"] == 60
+            assert report.counters["deepinfer_worker_tokens_generated_total"] == 60
             assert report.blocks_free == report.blocks_total == 96
 
     run(main)

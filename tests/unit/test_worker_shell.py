@@ -123,8 +123,8 @@ def test_after_stop_nothing_is_heard() -> None:
 def test_counters_are_the_cores_and_the_devices() -> None:
     async def main(parts: Parts) -> None:
         counters = parts.shell.counters()
-        assert counters["kv_saturations"] == 3.0
-        assert counters["steps"] == counters["prefix_hit_tokens"] == 0.0
+        assert counters["deepinfer_worker_kv_saturations_total"] == 3.0
+        assert counters["deepinfer_worker_steps_total"] == counters["cpu_offload_seconds"] == 0.0
         assert parts.shell.status()["blocks_free"] == 4
 
     run(main)

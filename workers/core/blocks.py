@@ -38,6 +38,8 @@ class BlockManager:
         """The hash before any block: the parent of every first block."""
         self.hit_tokens = 0
         """Tokens found in the cache so far (a count, for metrics)."""
+        self.query_tokens = 0
+        """Tokens looked up in the cache so far."""
         self._free = deque(range(blocks_total))
         self._references = [0] * blocks_total
         self._pins = [0] * blocks_total
@@ -110,10 +112,13 @@ class BlockManager:
                 self._quarantined -= 1
                 self._retire(block)
 
-    def match(self, token_ids: Sequence[int], available_max: int) -> tuple[list[int], list[bytes]]:
+    def match(
+        self, token_ids: Sequence[int], available_max: int, chain: Sequence[bytes] = ()
+    ) -> tuple[list[int], list[bytes]]:
         """Take the longest cached prefix: its blocks, one more reference on each, and their hashes.
 
-        At most ``len(token_ids) - 1`` tokens are taken: the last one must be computed for its
+        ``chain``: hashes of the blocks that the caller has already; only what follows is looked
+        for. At most ``len(token_ids) - 1`` tokens are taken: the last one must be computed for its
         logits. A hit on an unreferenced block uses up one of ``available``, and at most
         ``available_max`` of these are used; a hit on a held one uses up none.
         """
@@ -121,8 +126,10 @@ class BlockManager:
         digests: list[bytes] = []
         if not self.prefix_cache:
             return blocks, digests
-        digest, size = self.root, self.block_size
-        for start in range(0, len(token_ids) - size, size):
+        self.query_tokens += len(token_ids)
+        size = self.block_size
+        digest = chain[-1] if chain else self.root
+        for start in range(len(chain) * size, len(token_ids) - size, size):
             digest = self.digest(digest, token_ids[start : start + size])
             found = self._by_digest.get(digest)
             if found is None:

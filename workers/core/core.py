@@ -32,6 +32,20 @@ from deepinfer.workers.core.steps import Steps
 from deepinfer.workers.core.swaps import Swaps
 from deepinfer.workers.core.talk import Talk
 
+SWAP_COUNTERS = frozenset(
+    {
+        "requests_swapped_total",
+        "requests_resumed_total",
+        "kv_cpu_offload_blocks_total",
+        "kv_cpu_offload_bytes_total",
+        "kv_cpu_offload_failed_total",
+        "kv_cpu_reload_blocks_total",
+        "cpu_offload_seconds",
+        "cpu_reload_seconds",
+    }
+)
+"""Exported without a prefix."""
+
 
 class WorkerCore:
     """One life of one worker.
@@ -61,7 +75,10 @@ class WorkerCore:
         return self._roster.counters
 
     def metrics(self) -> dict[str, float]:
-        """Counts since this life began, by the names they are exported under; times in seconds."""
+        """Counts since this life began; times in seconds.
+
+        Those of swaps have the names that they are exported under; the shell prefixes the others.
+        """
         counts: dict[str, float] = asdict(self._roster.counters)
         return {
             "requests_swapped_total": counts.pop("swaps_out"),
@@ -73,6 +90,7 @@ class WorkerCore:
             "cpu_offload_seconds": counts.pop("offload_us") / 1e6,
             "cpu_reload_seconds": counts.pop("reload_us") / 1e6,
             "prefix_hit_tokens": self._roster.blocks.hit_tokens,
+            "prefix_query_tokens": self._roster.blocks.query_tokens,
             **counts,
         }
 
