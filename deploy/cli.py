@@ -15,6 +15,7 @@ import typer
 
 from deepinfer.deploy.bench.cli import bench
 from deepinfer.deploy.console import err, out, plain_errors
+from deepinfer.deploy.interrupts import stop_signals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -335,4 +336,5 @@ def model_get(
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    with stop_signals():
+        app()

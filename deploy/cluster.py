@@ -11,17 +11,17 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
+import shutil
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from deepinfer.deploy import interrupts
 from deepinfer.deploy.access import CONTROLLER, RayController
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.models import resolve_model
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 NAMESPACE = "deepinfer"
 NODE = "local"
 START_TIMEOUT_S = 180.0
+POLL_S = 0.1
+GOODBYE_S = 2.0
+"""How long gateways may take to tell their clients that the cluster stops."""
+STOPPED = "the cluster was stopped"
 FAILED_START_EXIT_S = 10.0
 """Longer than the launcher takes to ask a process why it did not come up."""
 RAY_OBJECT_STORE_BYTES = 80 * 2**20
@@ -44,7 +48,7 @@ class LaunchError(RuntimeError):
     """The cluster could not be started, found or stopped; says why and what to do."""
 
 
-def quiet(_: str) -> None:
+def quiet(*_: object) -> None:
     """A progress listener that ignores everything."""
 
 
@@ -61,11 +65,16 @@ class Cluster:
 
     config: ClusterConfig
     say: Callable[[str], None] = quiet
+    """Told of each step of the start."""
+    loading: Callable[[str, int, int], None] = quiet
+    """Told the bytes of weights read, and those there are, by worker; and of a download."""
     worker_env: dict[str, str] = field(default_factory=dict)
     endpoints: tuple[str, ...] = ()
     token: str = field(default="", repr=False)
     actors: dict[str, Any] = field(default_factory=dict)
     owns_ray: bool = False
+    session: Path | None = None
+    """The folder with Ray's sockets and logs; removed unless something failed."""
 
     @property
     def token_file(self) -> Path:
@@ -75,8 +84,8 @@ class Cluster:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self._stop(keep_logs=isinstance(error, Exception))
             raise
         return self
 
@@ -86,7 +95,7 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop()
+        self._stop(keep_logs=isinstance(error, Exception))
 
     def pid(self, actor: str) -> int:
         """The process id of an actor, by its name."""
@@ -100,27 +109,28 @@ class Cluster:
         _refuse_taken(config)
         self.token = read_or_make_token(self.token_file)
         self.say(f"opening the model {config.model}")
-        model = resolve_model(config.model)
+        model = resolve_model(config.model, progress=self._fetching)
         served, layout = _open(model, config)
         blocks = config.cache_size.blocks_of(layout.block_bytes)
         self.say("starting Ray")
         _import_ray()
         self.owns_ray = True
-        _start_ray(config.log_level)
+        self.session = _start_ray(config.log_level)
         self.say("starting controller, store, gateways and workers")
         self._create(model, served, layout, blocks)
         self._await_ready()
 
     def _create(self, model: Path, served: ModelConfig, layout: KvLayout, blocks: int) -> None:
         """Create every actor; none waits for another."""
-        from deepinfer.controller.actor import ControllerActor, ControllerSettings
-        from deepinfer.controller.core.config import ControllerConfig
-        from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
-        from deepinfer.gateway.core.config import GatewayConfig
-        from deepinfer.kvstore.actor import StoreActor, StoreSettings
-        from deepinfer.text.load import load_tokenizer
-        from deepinfer.workers.actor import WorkerActor, WorkerSettings
-        from deepinfer.workers.core.config import WorkerConfig
+        with interrupts.held():
+            from deepinfer.controller.actor import ControllerActor, ControllerSettings
+            from deepinfer.controller.core.config import ControllerConfig
+            from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
+            from deepinfer.gateway.core.config import GatewayConfig
+            from deepinfer.kvstore.actor import StoreActor, StoreSettings
+            from deepinfer.text.load import load_tokenizer
+            from deepinfer.workers.actor import WorkerActor, WorkerSettings
+            from deepinfer.workers.core.config import WorkerConfig
 
         config = self.config
         controller = RayController(NAMESPACE)
@@ -234,21 +244,44 @@ class Cluster:
     def _await_ready(self) -> None:
         """Wait until every process serves and the controller has heard from all of them."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayError
+        from ray.exceptions import RayError
 
         deadline = time.monotonic() + START_TIMEOUT_S
         addresses: dict[str, str] = {}
-        for name, actor in self.actors.items():
-            self.say(f"waiting for {name}")
-            method = actor.pid if name.startswith("worker-") else actor.address
-            try:
-                addresses[name] = ray.get(
-                    method.remote(), timeout=max(1.0, deadline - time.monotonic())
-                )
-            except GetTimeoutError as error:
-                raise LaunchError(f"{name} did not come up in {START_TIMEOUT_S:g} s") from error
-            except RayError as error:
-                raise LaunchError(f"{name} did not come up: {_cause(error)}") from error
+        waiting = {
+            (actor.pid if name.startswith("worker-") else actor.address).remote(): name
+            for name, actor in self.actors.items()
+        }
+        loading: dict[Any, str] = {}
+        """Workers that were asked how far they are."""
+        read: dict[str, int] = {}
+        while waiting:
+            self.say(f"waiting for {', '.join(waiting.values())}")
+            for name in waiting.values():
+                if name.startswith("worker-") and name not in loading.values():
+                    loading[self.actors[name].load_progress.remote()] = name
+            done, _ = ray.wait([*waiting, *loading], num_returns=1, timeout=POLL_S)
+            interrupts.check()
+            ready = [answer for answer in done if answer in waiting]
+            for answer in done:
+                name = loading.pop(answer, None) or waiting.pop(answer)
+                try:
+                    said = ray.get(answer)
+                except RayError as error:
+                    where = f" (logs in {self.session}/logs)" if self.session else ""
+                    raise LaunchError(f"{name} did not come up: {_cause(error)}{where}") from error
+                if not isinstance(said, tuple):
+                    addresses[name] = said
+                elif said[1]:
+                    self.loading(name, *said)
+                    if said[0] > read.get(name, 0):  # a large model takes as long as it takes
+                        read[name] = said[0]
+                        deadline = time.monotonic() + START_TIMEOUT_S
+            if done and not ready:
+                time.sleep(POLL_S)
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(waiting.values())
+                raise LaunchError(f"{names} did not come up in {START_TIMEOUT_S:g} s")
         self.endpoints = tuple(addresses[f"gateway-{i}"] for i in range(self.config.gateways))
         expected = (self.config.workers, 1, self.config.gateways)
         while True:
@@ -261,23 +294,34 @@ class Cluster:
                     f"the controller has heard from {here} workers, stores and gateways of "
                     f"{expected} after {START_TIMEOUT_S:g} s"
                 )
+            interrupts.check()
             time.sleep(0.05)
 
-    def _stop(self) -> None:
+    def _fetching(self, done: int, total: int) -> None:
+        self.loading(f"fetching {self.config.model}", done, total)
+
+    def _stop(self, *, keep_logs: bool) -> None:
         """Stop every actor and Ray. A second Ctrl-C does not cut it short."""
-        with _ignoring_interrupts():
+        with interrupts.ignored():
             if not self.owns_ray:
                 return
             import ray
             from ray.exceptions import RayError
 
             if ray.is_initialized():
+                if self.endpoints:
+                    gateways = [a for n, a in self.actors.items() if n.startswith("gateway-")]
+                    told = [gateway.close.remote(STOPPED) for gateway in gateways]
+                    ray.wait(told, num_returns=len(told), timeout=GOODBYE_S)
                 for actor in self.actors.values():
                     with contextlib.suppress(RayError, ValueError):
                         ray.kill(actor, no_restart=True)
             ray.shutdown()  # of one that came up only half, too
             self.actors.clear()
+            self.endpoints = ()
             self.owns_ray = False
+            if self.session is not None and not keep_logs:
+                _remove_session(self.session)
 
 
 def _worker_env(config: ClusterConfig) -> dict[str, str]:
@@ -333,10 +377,11 @@ def _open(model: Path, config: ClusterConfig) -> tuple[ModelConfig, KvLayout]:
     Raises:
         LaunchError: damaged, incomplete or unsupported; or a missing tokenizer.
     """
-    from deepinfer.kvstore.core.layout import resolve_kv_dtype
-    from deepinfer.text.load import load_tokenizer
-    from deepinfer.workers.model.decoder import kv_layout
-    from deepinfer.workers.model.load import load_model
+    with interrupts.held():
+        from deepinfer.kvstore.core.layout import resolve_kv_dtype
+        from deepinfer.text.load import load_tokenizer
+        from deepinfer.workers.model.decoder import kv_layout
+        from deepinfer.workers.model.load import load_model
 
     try:
         served = load_model(model).config
@@ -357,22 +402,31 @@ def _import_ray() -> None:
         # ray.init turns token authentication on by itself where nobody chose.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # If the launcher is killed, GCS goes with it; the agents of Ray that survive it try to reach it
+    # for so long (a minute otherwise) before they go too.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     # Ray runs its workers at niceness 15, for batch jobs; these are servers.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would join a cluster named here; the launcher wants one of its own.
     os.environ.pop("RAY_ADDRESS", None)
-    import ray
+    with interrupts.held():
+        import ray
 
     if ray.is_initialized():
         raise LaunchError("this process already uses Ray: stop that first (ray.shutdown())")
 
 
-def _start_ray(log_level: str) -> None:
-    """Start a Ray head of our own, on loopback, with token authentication."""
+def _start_ray(log_level: str) -> Path | None:
+    """Start a Ray head of our own, on loopback, with token authentication.
+
+    Returns:
+        The folder of its session.
+    """
     import ray
 
-    with _interrupts_later():
-        ray.init(
+    # A Ray that is half started leaves processes behind.
+    with interrupts.held():
+        context = ray.init(
             address="local",
             namespace=NAMESPACE,
             include_dashboard=False,
@@ -381,45 +435,16 @@ def _start_ray(log_level: str) -> None:
             log_to_driver=log_level == "debug",
             logging_level=logging.WARNING,
         )
+    folder = context.address_info.get("session_dir")
+    return Path(folder) if folder else None
 
 
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the block ends.
-
-    A Ray that is half started leaves processes behind. And ``ray.init`` puts a handler for SIGTERM
-    beneath Python's, which aborts the process 3 s after the signal, in the middle of stopping:
-    setting Python's handlers anew takes it away.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-
-    def hold(number: int, _: FrameType | None) -> None:
-        came.append(number)
-
-    before = {s: signal.signal(s, hold) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        signal.raise_signal(came[0])
-
-
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _remove_session(folder: Path) -> None:
+    """Remove what Ray leaves of a session: logs, sockets, and the link to the latest one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    latest = folder.parent / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
 
 
 def _loaded() -> frozenset[str]:

@@ -6,41 +6,31 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from deepinfer.deploy import interrupts
 from deepinfer.deploy.cluster import Cluster, LaunchError
 from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.running import (
     Running,
     alive,
     default_token_file,
+    exposed,
     forget,
     process_ticks,
     read_token,
     remember,
 )
+from deepinfer.deploy.starting import Starting
 
 if TYPE_CHECKING:
     from deepinfer.client import Client
 
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[None]:
-    """Make SIGTERM end the block as Ctrl-C does, so that its cleanup runs."""
-
-    def end(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+WAKE_S = 1.0
 
 
 def serve(config: ClusterConfig, *, console: Console) -> None:
@@ -48,14 +38,17 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
 
     Raises:
         LaunchError: it could not be started.
+        TokenFileError: the token file cannot be used.
     """
-    for warning in config.warnings():
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
-    with stop_signals(), contextlib.suppress(KeyboardInterrupt):
-        with console.status("starting") as spinner:
-            cluster = Cluster(config, say=lambda line: spinner.update(line))
-            cluster.__enter__()
-        try:
+    with contextlib.suppress(KeyboardInterrupt, Terminated):
+        for warning in config.warnings():
+            console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+        view = Starting(console)
+        with contextlib.ExitStack() as stack:
+            with view:
+                cluster = stack.enter_context(Cluster(config, say=view.say, loading=view.loading))
+            if (loose := exposed(cluster.token_file)) is not None:
+                console.print(f"warning: {loose}", style="yellow", markup=False, highlight=False)
             ticks = process_ticks(os.getpid())
             assert ticks is not None, "this process lives"
             here = Running(
@@ -65,17 +58,14 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
                 token_file=str(cluster.token_file),
                 model=config.model,
             )
+            stack.callback(forget, here.name)
             remember(here)
+            stack.callback(console.print, "stopping")
             console.print(f"serving {config.model} at {', '.join(cluster.endpoints)}")
             console.print(f"token in {cluster.token_file}; Ctrl-C stops", markup=False)
-            try:
-                while True:
-                    signal.pause()
-            finally:
-                forget(here.name)
-                console.print("stopping")
-        finally:
-            cluster.__exit__(None, None, None)
+            while True:
+                time.sleep(WAKE_S)
+                interrupts.check()
 
 
 def running(endpoint: str | None) -> Running:

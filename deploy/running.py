@@ -123,5 +123,13 @@ def read_or_make_token(path: Path) -> str:
     return token
 
 
+def exposed(path: Path) -> str | None:
+    """What to tell of a token file that others can read; None if only its owner can."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IRGRP | stat.S_IROTH) == 0:
+        return None
+    return f"token file {path}: others can read it (mode {mode:o}): chmod 600 {path}"
+
+
 def _file(name: str) -> Path:
     return state_dir() / (name.replace("/", "_").replace(":", "_") + ".json")

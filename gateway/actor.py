@@ -94,7 +94,7 @@ class GatewayActor:
         self._settings = settings
         self._controller = controller
         self._incarnation = Incarnation(time.time_ns() // 1_000)
-        self._server: grpc.aio.Server | None = None
+        self._shell: Shell | None = None
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve())
         self._serving.add_done_callback(self._stopped)
@@ -110,6 +110,14 @@ class GatewayActor:
     async def pid(self) -> int:
         """The process's id."""
         return os.getpid()
+
+    async def close(self, message: str) -> None:
+        """End every stream for good, saying why: the cluster is being stopped.
+
+        Returns when every client has been told; nobody can tell one that reads nothing.
+        """
+        if self._shell is not None:
+            await self._shell.close(message)
 
     async def stop(self) -> None:
         """End every stream and the server; clients go to another gateway, or come back later."""
@@ -128,6 +136,7 @@ class GatewayActor:
             eos_token_ids=settings.eos_token_ids,
         )
         shell = Shell(GatewayId(settings.gateway), self._incarnation, settings.config, card)
+        self._shell = shell
         health = Health(shell.gateway, self._controller.status)
         server = build_server(
             shell,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from deepinfer.gateway import metrics
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.core.events import (
+    Code,
     EndStream,
     Event,
     Forget,
@@ -37,6 +38,7 @@ from deepinfer.kvstore.core.messages import GatewayReport, ToGateway, ToWorker
 from deepinfer.kvstore.core.requests import RequestRecord
 
 TICK_S = 0.05
+CLOSE_POLL_S = 0.01
 LINK_QUEUE_MAX = 65_536
 """Messages that wait for one worker's link; a link with more is broken, and the worker attaches
 anew."""
@@ -116,6 +118,8 @@ class Shell:
         self._events: deque[Event] = deque()
         self._telling = False
         self._bug: Exception | None = None
+        self._closed: str | None = None
+        """Why every stream ends, once the cluster is being stopped."""
         self._streams: dict[StreamId, ClientStream] = {}
         self._last_stream = 0
         self._counters: Counter[str] = Counter()
@@ -184,12 +188,15 @@ class Shell:
         *,
         claim: int,
         received: tuple[tuple[int, ...], ...],
+        scored: int,
         continues_text: bool,
         include_events: bool,
     ) -> ClientStream:
         """Open a further stream of a request, behind what its client has."""
         stream = self._open(record, received, continues_text=continues_text)
-        self.tell(Resume(stream.stream, record, resume_key, claim, received, include_events))
+        self.tell(
+            Resume(stream.stream, record, resume_key, claim, received, include_events, scored)
+        )
         return self._opened(stream)
 
     def _open(
@@ -208,8 +215,10 @@ class Shell:
             for tokens in received
         ]
         self._scanner.add(record, continues_text=continues_text)
-        self._streams[stream_id] = ClientStream(stream_id, record, texts)
-        return self._streams[stream_id]
+        stream = self._streams[stream_id] = ClientStream(stream_id, record, texts)
+        if self._closed is not None:
+            stream.put(EndStream(stream_id, Code.FAILED_PRECONDITION, self._closed))
+        return stream
 
     def _opened(self, stream: ClientStream) -> ClientStream:
         if not self.core.holds(stream.record.request):  # it was refused
@@ -220,6 +229,17 @@ class Shell:
         """The stream's handler is done with it, however it came to that."""
         if self._streams.pop(stream.stream, None) is not None:
             self.tell(StreamClosed(stream.stream))
+
+    async def close(self, message: str) -> None:
+        """End every stream for good, and every one that is opened later; wait until they have.
+
+        For a cluster that is being stopped: clients would otherwise come back until they give up.
+        """
+        self._closed = message
+        for stream in self._streams.values():
+            stream.put(EndStream(stream.stream, Code.FAILED_PRECONDITION, message))
+        while self._streams:
+            await asyncio.sleep(CLOSE_POLL_S)
 
     # ---- workers ---------------------------------------------------------------------------
 

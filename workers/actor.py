@@ -77,6 +77,7 @@ class WorkerActor:
         # The wall clock rises with every life, and needs no storage.
         self._incarnation = Incarnation(time.time_ns() // 1000)
         self._shell: asyncio.Future[WorkerShell] = asyncio.get_running_loop().create_future()
+        self._progress = (0, 0)
         self._starting = asyncio.create_task(self._start())
 
     async def order(self, order: Order, directory: Mapping[str, str]) -> None:
@@ -108,12 +109,19 @@ class WorkerActor:
         await self._ready()
         return os.getpid()
 
+    async def load_progress(self) -> tuple[int, int]:
+        """Bytes of weights read, and how many there are (0 while that is not known)."""
+        return self._progress
+
     async def stop(self) -> None:
         """End the engine's thread and hang up on everyone."""
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
         if self._shell.done() and not self._shell.cancelled() and not self._shell.exception():
             await self._shell.result().stop()
+
+    def _loading(self, bytes_read: int, bytes_total: int) -> None:
+        self._progress = (bytes_read, bytes_total)
 
     async def _ready(self) -> WorkerShell:
         return await asyncio.shield(self._shell)
@@ -123,7 +131,8 @@ class WorkerActor:
             from deepinfer.workers.assembly import assemble, open_device
 
             failpoints = Failpoints.from_environment()
-            device = await asyncio.to_thread(open_device, self._settings, failpoints)
+            device = await asyncio.to_thread(open_device, self._settings, failpoints, self._loading)
+            self._loading(self._progress[1], self._progress[1])  # some weights are not needed
             shell = assemble(
                 self._settings,
                 self._incarnation,

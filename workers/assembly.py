@@ -23,6 +23,7 @@ from deepinfer.workers.links import GatewayLinks, ReportLink
 from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.runner import ModelRunner
+from deepinfer.workers.model.weights import Progress
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.shell import WorkerShell
 from deepinfer.workers.swap import KvIdentity, StoreSwapper
@@ -36,13 +37,17 @@ class Device(NamedTuple):
     identity: KvIdentity
 
 
-def open_device(settings: WorkerSettings, failpoints: Failpoints) -> Device:
+def open_device(
+    settings: WorkerSettings, failpoints: Failpoints, progress: Progress | None = None
+) -> Device:
     """Load the model and allocate the pool; takes seconds.
+
+    ``progress(bytes_read, bytes_total)`` is told of each tensor that was read.
 
     Raises what ``load_model`` raises, and WorkerConfigError for another model's ``block_bytes``.
     """
     config = settings.config
-    loaded = load_model(Path(settings.model_path))
+    loaded = load_model(Path(settings.model_path), progress=progress)
     dtype = resolve_kv_dtype(settings.kv_cache_dtype)
     layout = kv_layout(loaded.config, dtype, config.block_size)
     if config.block_bytes != layout.block_bytes:

@@ -44,6 +44,8 @@ class Resume(NamedTuple):
     received: tuple[tuple[int, ...], ...]
     """The token ids that the client has, for each choice in order."""
     include_events: bool = False
+    scored: int = 0
+    """How many prompt tokens' log-probabilities the client has."""
 
 
 class AbortRequest(NamedTuple):
@@ -136,6 +138,7 @@ class Code(Enum):
     PERMISSION_DENIED = "PERMISSION_DENIED"  # the resume key is another request's
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"  # final: refused, with both numbers
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"  # final: the cluster is being stopped
     UNAVAILABLE = "UNAVAILABLE"  # not final: come back here later, or to another gateway now
 
 
@@ -144,6 +147,8 @@ class ChoiceUsage:
     """What one choice cost, as this gateway saw it; it goes out with the choice's ``Finished``."""
 
     prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt's: found in a prefix cache by the run that generated the first token."""
     completion_tokens: int
     ttft_ms: int | None
     """Arrival here to the first token's arrival here; None without tokens or after a takeover."""
