@@ -25,6 +25,7 @@ from deepinfer.client.errors import (
     ResourceExhausted,
     Unauthenticated,
     Unavailable,
+    Untrusted,
 )
 from deepinfer.client.request import Options
 from deepinfer.client.results import (
@@ -42,6 +43,7 @@ from deepinfer.client.results import (
 )
 from deepinfer.client.stream import AsyncStream
 from deepinfer.client.sync import Client, Stream
+from deepinfer.client.tls import TlsOptions
 
 __all__ = [
     "Aborted",
@@ -69,7 +71,9 @@ __all__ = [
     "Stream",
     "SwapStats",
     "Timings",
+    "TlsOptions",
     "TokenLogprob",
     "Unauthenticated",
     "Unavailable",
+    "Untrusted",
 ]

@@ -11,14 +11,15 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from deepinfer.client import wire
-from deepinfer.client.channels import Channels
+from deepinfer.client.channels import MESSAGE_BYTES_MAX, Channels
 from deepinfer.client.core.events import Fail
 from deepinfer.client.core.resume import ClientConfig, failure_of
 from deepinfer.client.driver import Driver
-from deepinfer.client.errors import ClientClosed, Unavailable
+from deepinfer.client.errors import ClientClosed, ResourceExhausted, Unavailable, Untrusted
 from deepinfer.client.request import Message, Options, Prompt, build_request
 from deepinfer.client.results import Completion, Model
 from deepinfer.client.stream import AsyncStream
+from deepinfer.client.tls import TlsOptions, advice, handshake_failed
 from deepinfer.proto import inference_pb2, inference_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
@@ -30,20 +31,27 @@ class AsyncClient:
     """Talks to a cluster through any of its gateways.
 
     Args:
-        endpoints: gateways as host:port; a lost stream is taken up at the next one.
+        endpoints: gateways as host:port, or grpcs://host:port for TLS; a lost stream is taken up
+            at the next one.
         token: the cluster's bearer token.
+        tls: whether, and how, to speak TLS with the endpoints; True trusts what the system does.
         config: times of reconnecting.
 
     Use it on one event loop. An asynchronous context manager: leaving it closes it.
 
     Raises:
-        ValueError: no endpoint, or an empty token.
+        ValueError: no endpoint, one that cannot be read, an empty token, or unusable ``tls``.
     """
 
     def __init__(
-        self, endpoints: str | Sequence[str], *, token: str, config: ClientConfig | None = None
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        token: str,
+        tls: bool | TlsOptions = False,
+        config: ClientConfig | None = None,
     ) -> None:
-        self._channels = Channels(endpoints, token)
+        self._channels = Channels(endpoints, token, tls)
         self._config = config or ClientConfig()
         self._drivers: set[Driver] = set()
         self._closed = False
@@ -58,9 +66,15 @@ class AsyncClient:
         Raises:
             InvalidRequest: the request cannot be written; one that the gateway refuses raises
                 from the iteration.
+            ResourceExhausted: it is larger than any gateway takes.
         """
         self._check_open()
         request = build_request(prompt, options)
+        if (size := request.ByteSize()) > MESSAGE_BYTES_MAX:
+            raise ResourceExhausted(
+                f"the request takes {size:,} bytes: must be at most {MESSAGE_BYTES_MAX:,}",
+                code="RESOURCE_EXHAUSTED",
+            )
         driver = Driver(self._channels, request, self._config, self._drivers.discard)
         self._drivers.add(driver)
         return AsyncStream(driver)
@@ -171,6 +185,6 @@ class AsyncClient:
                     raise wire.error_of(fail, "", error) from error
                 problem = error
         assert problem is not None, "there is at least one endpoint"
-        raise Unavailable(
-            f"no endpoint answers: {problem.details()}", code=problem.code().name
-        ) from problem
+        kind = Untrusted if handshake_failed(problem) else Unavailable
+        why = f"{problem.details()}{advice(problem, secure=self._channels.secure(endpoint))}"
+        raise kind(f"no endpoint answers: {why}", code=problem.code().name) from problem

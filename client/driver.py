@@ -6,12 +6,13 @@ import asyncio
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import grpc
 
-from deepinfer.client import results, wire
+from deepinfer.client import results, tls, wire
 from deepinfer.client.channels import Channels
 from deepinfer.client.core.events import (
     AbortAnswered,
@@ -46,6 +47,9 @@ from deepinfer.proto import inference_pb2
 ABORT_TIMEOUT_S = 2.0
 ABORT_PATIENCE_S = 5.0
 """How long ``aclose`` waits for a gateway to take the abort; an orphan ends by itself."""
+CLOSED_MAX = 3
+"""How often in a row an endpoint may close a connection before it said anything: one that goes
+down does so too, but not again and again."""
 
 
 @dataclass(slots=True)
@@ -75,13 +79,17 @@ class Driver:
         self._request = request
         self._ended = ended
         choices = request.sampling_params.n if request.sampling_params.HasField("n") else 1
-        self._core = ClientCore(channels.endpoints, max(1, choices), config)
+        deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else None
+        self._core = ClientCore(
+            channels.endpoints, max(1, choices), config, deadline_ms=deadline_ms
+        )
         self._choices = [_ChoiceSoFar() for _ in range(max(1, choices))]
         self._finished: dict[int, results.Choice] = {}
         self._accepted: inference_pb2.Accepted | None = None
         self._reconnects = 0
         self._raw = inference_pb2.GenerateResponse()
         self._call_error: grpc.aio.AioRpcError | None = None
+        self._closed: Counter[str] = Counter()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._events: asyncio.Queue[results.Event | DeepInferError | None] = asyncio.Queue()
@@ -181,6 +189,8 @@ class Driver:
         )
 
     def _error_of(self, fail: Fail) -> DeepInferError | None:
+        if fail.failure is Failure.DEADLINE:
+            return DeadlineExceeded(fail.detail, self._so_far(fail.detail))
         if fail.failure is Failure.FAILED and self._finished:
             detail = next(c.message for c in self._finished.values() if c.finish_reason == "error")
             fail = fail._replace(detail=detail or fail.detail)
@@ -206,6 +216,7 @@ class Driver:
         else:
             self._reconnects += 1
             call = stub.Resume(self._resume_request(opening), metadata=metadata)
+        untrusted = False
         try:
             async for response in call:
                 message = wire.message_from(response, RequestId(self.request_id))
@@ -213,14 +224,20 @@ class Driver:
                 self._tell(Got(attempt, message))
         except grpc.aio.AioRpcError as error:
             self._call_error = error
-            code, detail = error.code().name, f"{opening.endpoint}: {error.details()}"
+            untrusted = self._is_untrusted(opening.endpoint, error)
+            advice = tls.advice(error, secure=self._channels.secure(opening.endpoint))
+            code, detail = error.code().name, f"{opening.endpoint}: {error.details()}{advice}"
         except ProtocolError as error:
             code, detail = "UNIMPLEMENTED", f"{opening.endpoint}: {error}"
         else:
             code, detail = "OK", ""
         finally:
             call.cancel()
-        self._tell(StreamEnded(attempt, code, detail, random.random()))
+        self._tell(StreamEnded(attempt, code, detail, random.random(), untrusted))
+
+    def _is_untrusted(self, endpoint: str, error: grpc.aio.AioRpcError) -> bool:
+        self._closed[endpoint] = self._closed[endpoint] + 1 if tls.closed_at_once(error) else 0
+        return tls.handshake_failed(error) or self._closed[endpoint] >= CLOSED_MAX
 
     def _resume_request(self, opening: OpenResume) -> inference_pb2.ResumeRequest:
         assert self._accepted is not None, "the core resumes what was accepted"
@@ -290,7 +307,6 @@ class Driver:
     def _choice_of(self, message: Finished, now_s: float) -> results.Choice:
         so_far, complete = self._choices[message.choice], self._raw.complete
         so_far.texts.append(complete.text)
-        times_s = so_far.times_s
         match complete.WhichOneof("matched_stop"):
             case "matched_stop_str":
                 matched: str | int | None = complete.matched_stop_str
@@ -307,12 +323,50 @@ class Driver:
             matched_stop=matched,
             logprobs=tuple(so_far.logprobs),
             swaps=wire.swaps_from(complete.swap_stats),
-            timings=results.Timings(
-                ttft_s=times_s[0] - self._start_s if times_s else None,
-                intervals_s=tuple(b - a for a, b in itertools.pairwise(times_s)),
-                total_s=now_s - self._start_s,
-                reconnects=self._reconnects,
+            timings=self._timings(
+                so_far,
+                now_s,
                 gateway_ttft_s=complete.ttft_us / 1e6 if complete.ttft_us else None,
                 gateway_tpot_s=complete.tpot_us / 1e6 if complete.tpot_us else None,
             ),
+        )
+
+    def _so_far(self, why: str) -> results.Completion:
+        """What was received of a request whose end no gateway has told."""
+        now_s, accepted = time.perf_counter(), self._accepted
+        for index, so_far in enumerate(self._choices):
+            if index not in self._finished:
+                self._finished[index] = results.Choice(
+                    index=index,
+                    text="".join(so_far.texts),
+                    token_ids=tuple(so_far.token_ids),
+                    finish_reason="deadline",
+                    message=why,
+                    matched_stop=None,
+                    logprobs=tuple(so_far.logprobs),
+                    swaps=results.SwapStats(),
+                    timings=self._timings(so_far, now_s),
+                )
+        return results.Completion(
+            request_id=self.request_id,
+            prompt_tokens=0 if accepted is None else accepted.prompt_tokens,
+            choices=tuple(self._finished[index] for index in sorted(self._finished)),
+        )
+
+    def _timings(
+        self,
+        so_far: _ChoiceSoFar,
+        now_s: float,
+        *,
+        gateway_ttft_s: float | None = None,
+        gateway_tpot_s: float | None = None,
+    ) -> results.Timings:
+        times_s = so_far.times_s
+        return results.Timings(
+            ttft_s=times_s[0] - self._start_s if times_s else None,
+            intervals_s=tuple(b - a for a, b in itertools.pairwise(times_s)),
+            total_s=now_s - self._start_s,
+            reconnects=self._reconnects,
+            gateway_ttft_s=gateway_ttft_s,
+            gateway_tpot_s=gateway_tpot_s,
         )

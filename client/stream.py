@@ -15,8 +15,8 @@ class AsyncStream:
     """The events of one request: an asynchronous iterator and context manager.
 
     Ends after the last ``Finished``. Raises what ``deepinfer.client.errors`` lists. Leaving it
-    before the end (``aclose``, the context manager, cancelling an iteration, or dropping it)
-    aborts the request.
+    before the end (``abort``, ``aclose``, the context manager, cancelling an iteration, or
+    dropping it) aborts the request.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -51,6 +51,13 @@ class AsyncStream:
     def request_id(self) -> str:
         """The request's id; empty until it is accepted."""
         return self._driver.request_id
+
+    def abort(self) -> None:
+        """Abort the request unless it has ended; returns at once.
+
+        Whoever iterates, now or later, gets ``Aborted``.
+        """
+        self._driver.abort()
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended, and wait (for a while) until a gateway knows.

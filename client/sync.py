@@ -18,6 +18,7 @@ from deepinfer.client.errors import ClientClosed
 from deepinfer.client.request import Message, Options, Prompt
 from deepinfer.client.results import Completion, Event, Model
 from deepinfer.client.stream import AsyncStream
+from deepinfer.client.tls import TlsOptions
 
 R = TypeVar("R")
 
@@ -104,8 +105,12 @@ class Stream:
         """The request's id; empty until it is accepted."""
         return self._stream.request_id
 
+    def abort(self) -> None:
+        """Abort the request unless it has ended; returns at once, and from any thread."""
+        self._portal.loop.call_soon_threadsafe(self._stream.abort)
+
     def close(self) -> None:
-        """Abort the request unless it has ended."""
+        """Abort the request unless it has ended, and wait (for a while) until a gateway knows."""
         self._portal.call(self._stream.aclose())
 
     def __enter__(self) -> Self:
@@ -126,13 +131,18 @@ class Client:
     May be used from several threads. A context manager: leaving it closes it.
 
     Raises:
-        ValueError: no endpoint, or an empty token.
+        ValueError: as ``AsyncClient``.
     """
 
     def __init__(
-        self, endpoints: str | Sequence[str], *, token: str, config: ClientConfig | None = None
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        token: str,
+        tls: bool | TlsOptions = False,
+        config: ClientConfig | None = None,
     ) -> None:
-        self._client = AsyncClient(endpoints, token=token, config=config)
+        self._client = AsyncClient(endpoints, token=token, tls=tls, config=config)
         self._portal: Portal | None = Portal.acquire()
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:

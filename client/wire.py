@@ -22,6 +22,7 @@ from deepinfer.client.errors import (
     ResourceExhausted,
     Unauthenticated,
     Unavailable,
+    Untrusted,
 )
 from deepinfer.kvstore.core.ids import RequestId, Run, Seq, StoreId, WorkerId
 from deepinfer.kvstore.core.messages import (
@@ -49,6 +50,7 @@ _FAILURES: dict[Failure, type[DeepInferError]] = {
     Failure.NOT_FOUND: ModelNotFound,
     Failure.EXHAUSTED: ResourceExhausted,
     Failure.UNAVAILABLE: Unavailable,
+    Failure.UNTRUSTED: Untrusted,
     Failure.FAILED: RequestFailed,
     Failure.PROTOCOL: ProtocolError,
     Failure.REPLACED: Replaced,

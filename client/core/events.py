@@ -36,6 +36,8 @@ class StreamEnded(NamedTuple):
     detail: str
     jitter: float = 0.0
     """In [0, 1): spreads the wait before the next attempt."""
+    untrusted: bool = False
+    """There was no stream, for the two sides do not trust each other (TLS)."""
 
 
 class AbortRequested(NamedTuple):
@@ -120,6 +122,8 @@ class Failure(Enum):
     NOT_FOUND = "not_found"
     EXHAUSTED = "exhausted"
     UNAVAILABLE = "unavailable"
+    UNTRUSTED = "untrusted"
+    DEADLINE = "deadline"
     FAILED = "failed"
     PROTOCOL = "protocol"
     REPLACED = "replaced"

@@ -67,6 +67,8 @@ class ClientConfig:
     """How long a request may go without being accepted before it fails."""
     give_up_ms: int = 60_000
     """How long nothing new may be heard of an accepted request before it fails."""
+    deadline_slack_ms: int = 1_000
+    """How long after a request's deadline its gateway may take to say so."""
     contradictions_max: int = 8
     """Streams in a row that contradict what is here, and bring nothing new, before it fails."""
     abort_attempts_max: int = 8
@@ -85,10 +87,17 @@ class ClientCore:
     Args:
         endpoints: where gateways are; tried in turn. At least one.
         choices: the request's ``n``.
+        deadline_ms: the request's, from its start. Its gateway ends it then; this is for when none
+            can be heard.
     """
 
     def __init__(
-        self, endpoints: tuple[str, ...], choices: int = 1, config: ClientConfig | None = None
+        self,
+        endpoints: tuple[str, ...],
+        choices: int = 1,
+        config: ClientConfig | None = None,
+        *,
+        deadline_ms: int | None = None,
     ) -> None:
         if not endpoints:
             raise ValueError("endpoints = (): must be at least one address")
@@ -111,9 +120,12 @@ class ClientCore:
         """Attempts in a row that brought nothing new."""
         self._contradictions = 0
         """How many of them contradicted what is here."""
-        self._full: set[int] = set()
-        """Endpoints that were full when asked to accept."""
+        self._refusing: set[int] = set()
+        """Endpoints that were full, or not to be trusted, when asked to accept."""
         self._retry_ms: int | None = None
+        self._deadline_ms = deadline_ms
+        self._late_ms: int | None = None
+        """When the client itself ends the request."""
         self._aborts = 0
         self._aborting = False
         self._over = False
@@ -136,17 +148,19 @@ class ClientCore:
                 case Start(jitter):
                     self._endpoint = int(jitter * len(self._endpoints)) % len(self._endpoints)
                     self._progress_ms = now_ms
+                    if self._deadline_ms is not None:
+                        self._late_ms = now_ms + self._deadline_ms + self.config.deadline_slack_ms
                     self._open_next(now_ms)
                 case Got(attempt, message):
                     if attempt == self._attempt and self._open:
                         self._got(message, now_ms)
-                case StreamEnded(attempt, code, detail, jitter):
-                    if attempt == self._attempt and self._open:
+                case StreamEnded():
+                    if event.attempt == self._attempt and self._open:
                         self._open = False
                         if self._aborting:
                             self._unaccepted()
                         else:
-                            self._ended(code, detail, now_ms, jitter)
+                            self._ended(event, now_ms)
                 case AbortRequested():
                     self._abort(now_ms)
                 case AbortAnswered(attempt, ok, jitter):
@@ -177,7 +191,12 @@ class ClientCore:
                     tuple(tuple(tokens) for tokens in self._tokens),
                 )
             )
-        self._effects.append(Wait(now_ms + self.config.accept_timeout_ms))
+        self._wait(now_ms + self.config.accept_timeout_ms)
+
+    def _wait(self, due_ms: int) -> None:
+        if self._late_ms is not None and not self._aborting:
+            due_ms = min(due_ms, self._late_ms)
+        self._effects.append(Wait(due_ms))
 
     def _again(self, code: str, detail: str, now_ms: int, jitter: float) -> None:
         """Make another attempt: at the next endpoint, after a wait that doubles each time."""
@@ -190,44 +209,58 @@ class ClientCore:
         self._endpoint = (self._endpoint + 1) % len(self._endpoints)
         self._retry_ms = now_ms + self._backoff_ms(self._failures, jitter)
         self._failures += 1
-        self._effects.append(Wait(self._retry_ms))
+        self._wait(self._retry_ms)
 
     def _backoff_ms(self, failures: int, jitter: float) -> int:
         longest = min(self.config.backoff_max_ms, self.config.backoff_first_ms << min(failures, 16))
         return max(1, int(longest * (1.0 + jitter) / 2))
 
     def _tick(self, now_ms: int, jitter: float) -> None:
-        if self._retry_ms is not None and now_ms >= self._retry_ms:
-            if self._aborting:
+        """Do what is due; whatever is not yet is waited for anew, as this Wait is spent."""
+        late_ms = None if self._aborting else self._late_ms
+        if late_ms is not None and now_ms >= late_ms:
+            self._close_stream()
+            detail = f"the deadline of {self._deadline_ms} ms has passed, and no gateway says so"
+            self._fail(Failure.DEADLINE, "DEADLINE_EXCEEDED", detail)
+        elif self._retry_ms is not None:
+            if now_ms < self._retry_ms:
+                self._wait(self._retry_ms)
+            elif self._aborting:
                 self._retry_ms = None
                 self._send_abort()
             else:
                 self._open_next(now_ms)
         elif self._open and not self._heard:
+            config = self.config
+            patience_ms = config.abort_accept_ms if self._aborting else config.accept_timeout_ms
             waited_ms = now_ms - self._opened_ms
-            if self._aborting:
-                if waited_ms >= self.config.abort_accept_ms:
-                    self._unaccepted()
-            elif waited_ms >= self.config.accept_timeout_ms:
+            if waited_ms < patience_ms:
+                self._wait(self._opened_ms + patience_ms)
+            elif self._aborting:
+                self._unaccepted()
+            else:
                 endpoint = self._endpoints[self._endpoint]
                 self._again("UNAVAILABLE", f"{endpoint}: silent for {waited_ms} ms", now_ms, jitter)
-            else:
-                self._effects.append(Wait(self._opened_ms + self.config.accept_timeout_ms))
+        elif late_ms is not None:
+            self._wait(late_ms)
 
-    def _ended(self, code: str, detail: str, now_ms: int, jitter: float) -> None:
+    def _ended(self, end: StreamEnded, now_ms: int) -> None:
+        code, detail = end.code, end.detail
         finished = all(finish is not None for finish in self._finishes)
+        refused = end.untrusted or code == "RESOURCE_EXHAUSTED"
         if code == "OK" and finished:
             self._fail(Failure.FAILED, "INTERNAL", "the request ended with an error")
-        elif code == "RESOURCE_EXHAUSTED" and self._accepted is None:
-            self._full.add(self._endpoint)
-            if len(self._full) == len(self._endpoints):
-                self._fail(Failure.EXHAUSTED, code, detail)
+        elif refused and self._accepted is None:  # another endpoint may do better
+            self._refusing.add(self._endpoint)
+            if len(self._refusing) == len(self._endpoints):
+                kind = Failure.UNTRUSTED if end.untrusted else Failure.EXHAUSTED
+                self._fail(kind, code, detail)
             else:
-                self._again(code, detail, now_ms, jitter)
+                self._again(code, detail, now_ms, end.jitter)
         elif code in _FINAL:
             self._fail(_FINAL[code], code, detail)
         else:
-            self._again(code, detail, now_ms, jitter)
+            self._again(code, detail, now_ms, end.jitter)
 
     def _fail(self, failure: Failure, code: str, detail: str) -> None:
         self._over = True
@@ -326,7 +359,7 @@ class ClientCore:
             self._send_abort()
         elif self._open:  # a gateway may have accepted it already: wait for the id
             self._opened_ms = now_ms
-            self._effects.append(Wait(now_ms + self.config.abort_accept_ms))
+            self._wait(now_ms + self.config.abort_accept_ms)
         else:
             self._unaccepted()
 
@@ -361,7 +394,7 @@ class ClientCore:
             return
         self._endpoint = (self._endpoint + 1) % len(self._endpoints)
         self._retry_ms = now_ms + self._backoff_ms(self._aborts, jitter)
-        self._effects.append(Wait(self._retry_ms))
+        self._wait(self._retry_ms)
 
     # ---- looking in -----------------------------------------------------------------------
 
