@@ -47,7 +47,7 @@ from deepinfer.proto import inference_pb2
 ABORT_TIMEOUT_S = 2.0
 ABORT_PATIENCE_S = 5.0
 """How long ``aclose`` waits for a gateway to take the abort; an orphan ends by itself."""
-CLOSED_MAX = 3
+CLOSED_MAX = 5
 """How often in a row an endpoint may close a connection before it said anything: one that goes
 down does so too, but not again and again."""
 
