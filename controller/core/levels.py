@@ -98,7 +98,7 @@ def _remove(world: World, worker: Worker, sequence: Sequence) -> None:
     if resend is not None:
         world.orders.pop(resend.order.order, None)
     world.dirty[sequence.seq] = None
-    store = world.store_for(worker)
+    store = world.nearest_store(worker)
     if store is not None:
         store.blocked_until_ms = 0  # with one resident fewer a refused swap-out may be another's
 

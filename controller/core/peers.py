@@ -86,6 +86,18 @@ class Store:
         """It refused or failed a swap-out; not asked again before."""
         self.blocked_used_bytes = 0
 
+    @property
+    def room_bytes(self) -> int:
+        return self.budget_bytes - self.used_bytes
+
+    def pauses(self, now_ms: int) -> bool:
+        """Whether it is left alone after a refusal."""
+        return now_ms < self.blocked_until_ms
+
+    def may_take(self, size_bytes: int, now_ms: int) -> bool:
+        """Whether so many bytes may be asked of it, and are there by what is known."""
+        return self.link.reported and not self.pauses(now_ms) and size_bytes <= self.room_bytes
+
     def block(self, until_ms: int) -> None:
         self.blocked_until_ms = until_ms
         self.blocked_used_bytes = self.used_bytes

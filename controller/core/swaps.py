@@ -30,8 +30,7 @@ def can_swap(world: World, worker: Worker) -> bool:
     """Whether a swap-out from the worker may be asked for now."""
     if not world.config.cpu_offload:
         return False
-    store = world.store_for(worker)
-    return store is not None and world.now_ms >= store.blocked_until_ms
+    return world.store_for(worker, 0) is not None
 
 
 def movable(worker: Worker, sequence: Sequence) -> bool:
@@ -69,22 +68,25 @@ def candidates(world: World, worker: Worker) -> list[Candidate]:
 
 
 def begin(world: World, worker: Worker, sequence: Sequence, gain_blocks: int) -> bool:
-    """Ask the store for room for the sequence's payload; False if a bound forbids it."""
+    """Ask a store for room for the sequence's payload; False if none is to be asked."""
     config = world.config
-    store = world.store_for(worker)
     place = sequence.place
-    assert store is not None
     assert place is not None
     bound = config.max_swapped_requests
     if bound is not None and world.swapped() >= bound:
         world.counters.kv_cpu_offload_rejected_total += 1
-        store.block(world.now_ms + config.retry_ms)
+        for each in world.stores.values():
+            each.block(world.now_ms + config.retry_ms)
         return False
     usage = usage_of(worker, sequence)
     tokens = max(sequence.tokens, usage.tokens if usage else 0) + config.reserve_slack_tokens
     blocks = blocks_for(min(tokens, max(sequence.tokens_max, sequence.tokens)), worker.block_size)
+    bytes_max = blocks * worker.block_bytes
+    store = world.store_for(worker, bytes_max)
+    if store is None:
+        return False
     ticket = Ticket(sequence.seq, place.run, world.mint())
-    job = SwapJob(ticket, store.id, worker.ref, blocks * worker.block_bytes, gain_blocks)
+    job = SwapJob(ticket, store.id, worker.ref, bytes_max, gain_blocks)
     job.sent_ms = job.since_ms = world.now_ms
     job.failures_before = sequence.residents[worker.id].swap_failures
     sequence.swap = job

@@ -219,15 +219,27 @@ class World:
         """Blocks of this worker that placing the sequence takes."""
         return blocks_for(sequence.need_tokens(self.reserve_full), worker.block_size)
 
-    def store_for(self, worker: Worker) -> Store | None:
-        """The store that takes the worker's payloads: its node's, or else the emptiest."""
+    def nearest_store(self, worker: Worker) -> Store | None:
+        """The store on the worker's node, or else the emptiest."""
         named = self.store_of_node.get(worker.node)
         if named is not None and self.stores[named].link.reported:
             return self.stores[named]
         alive = [store for store in self.stores.values() if store.link.reported]
-        if not alive:
-            return None
-        return min(alive, key=lambda s: (s.used_bytes - s.budget_bytes, s.id))
+        return min(alive, key=lambda s: (-s.room_bytes, s.id), default=None)
+
+    def store_for(self, worker: Worker, bytes_max: int) -> Store | None:
+        """The store to ask for room for a payload of the worker; None while there is none to ask.
+
+        The nearest, or else the one with the most room of those that are known to have enough.
+        Where nobody has, the nearest is asked all the same: what is known of it may be old.
+        """
+        near = self.nearest_store(worker)
+        if near is None or near.may_take(bytes_max, self.now_ms):
+            return near
+        others = [store for store in self.stores.values() if store.may_take(bytes_max, self.now_ms)]
+        if others:
+            return min(others, key=lambda s: (-s.room_bytes, s.id))
+        return None if near.pauses(self.now_ms) else near
 
     def pools_known(self) -> bool:
         """Whether every member that is a worker has said how large its pool is."""

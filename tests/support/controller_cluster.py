@@ -96,9 +96,10 @@ class FakeRun:
 class FakeStore:
     """Keeps sizes, not bytes."""
 
-    def __init__(self, cluster: Cluster, name: str, budget_bytes: int) -> None:
+    def __init__(self, cluster: Cluster, name: str, budget_bytes: int, node: str) -> None:
         self.cluster = cluster
         self.id = StoreId(name)
+        self.node = NodeId(node)
         self.incarnation = Incarnation(1)
         self.budget_bytes = budget_bytes
         self.tickets: dict[Ticket, TicketLevel] = {}
@@ -144,7 +145,7 @@ class FakeStore:
         return StoreReport(
             store=self.id,
             incarnation=self.incarnation,
-            node=NodeId("n"),
+            node=self.node,
             number=self.number,
             complete=True,
             epoch_seen=self.epoch_seen,
@@ -158,9 +159,10 @@ class FakeStore:
 class FakeWorker:
     """Obeys orders, grows its residents, says what it has."""
 
-    def __init__(self, cluster: Cluster, name: str, blocks_total: int) -> None:
+    def __init__(self, cluster: Cluster, name: str, blocks_total: int, node: str) -> None:
         self.cluster = cluster
         self.id = WorkerId(name)
+        self.node = NodeId(node)
         self.incarnation = Incarnation(1)
         self.blocks_total = blocks_total
         self.alive = True
@@ -310,7 +312,7 @@ class FakeWorker:
         return WorkerReport(
             worker=self.id,
             incarnation=self.incarnation,
-            node=NodeId("n"),
+            node=self.node,
             number=self.number,
             complete=True,
             epoch_seen=self.epoch_seen,
@@ -426,12 +428,12 @@ class Cluster:
         """Whether a message arrives."""
         self.recomputed = 0
 
-    def worker(self, name: str, blocks_total: int) -> FakeWorker:
-        made = self.workers[WorkerId(name)] = FakeWorker(self, name, blocks_total)
+    def worker(self, name: str, blocks_total: int, node: str = "n") -> FakeWorker:
+        made = self.workers[WorkerId(name)] = FakeWorker(self, name, blocks_total, node)
         return made
 
-    def store(self, name: str = "store", budget_bytes: int = 10**9) -> FakeStore:
-        made = self.stores[StoreId(name)] = FakeStore(self, name, budget_bytes)
+    def store(self, name: str = "store", budget_bytes: int = 10**9, node: str = "n") -> FakeStore:
+        made = self.stores[StoreId(name)] = FakeStore(self, name, budget_bytes, node)
         return made
 
     def gateway(self, name: str = "gw") -> FakeGateway:
