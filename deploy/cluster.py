@@ -26,12 +26,15 @@ from deepinfer.deploy.access import CONTROLLER, RayController
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.models import resolve_model
 from deepinfer.deploy.running import alive, default_token_file, read_or_make_token
+from deepinfer.deploy.tls import check_server_tls, server_tls
 
 if TYPE_CHECKING:
     from deepinfer.kvstore.core.layout import KvLayout
     from deepinfer.workers.model.config import ModelConfig
 
 NAMESPACE = "deepinfer"
+LINK_HOST = "127.0.0.1"
+"""Where workers connect to gateways whose clients use TLS."""
 NODE = "local"
 START_TIMEOUT_S = 180.0
 POLL_S = 0.1
@@ -60,7 +63,7 @@ class Cluster:
 
     Raises (on entering):
         LaunchError: an address is taken, the model cannot be served, or a process does not come up.
-        ConfigError: the pool cannot hold one block.
+        ConfigError: the pool cannot hold one block, or the certificates cannot be used.
     """
 
     config: ClusterConfig
@@ -106,6 +109,7 @@ class Cluster:
 
     def _start(self) -> None:
         config = self.config
+        check_server_tls(config)
         _refuse_taken(config)
         self.token = read_or_make_token(self.token_file)
         self.say(f"opening the model {config.model}")
@@ -183,6 +187,8 @@ class Cluster:
                     kv_cache_dtype=config.kv_cache_dtype,
                     host=config.host,
                     port=port,
+                    tls=server_tls(config),
+                    link_port=_free_port(LINK_HOST) if config.tls_cert is not None else 0,
                     token=self.token,
                     failed_start_exit_s=FAILED_START_EXIT_S,
                     secret=secret,
@@ -402,9 +408,6 @@ def _import_ray() -> None:
         # ray.init turns token authentication on by itself where nobody chose.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # If the launcher is killed, GCS goes with it; the agents of Ray that survive it try to reach it
-    # for so long (a minute otherwise) before they go too.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     # Ray runs its workers at niceness 15, for batch jobs; these are servers.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would join a cluster named here; the launcher wants one of its own.
@@ -425,16 +428,19 @@ def _start_ray(log_level: str) -> Path | None:
     import ray
 
     # A Ray that is half started leaves processes behind.
-    with interrupts.held():
-        context = ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            object_store_memory=RAY_OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            log_to_driver=log_level == "debug",
-            logging_level=logging.WARNING,
-        )
+    try:
+        with interrupts.held():
+            context = ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                object_store_memory=RAY_OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                log_to_driver=log_level == "debug",
+                logging_level=logging.WARNING,
+            )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise LaunchError(f"Ray does not start: {_cause(error)}") from error
     folder = context.address_info.get("session_dir")
     return Path(folder) if folder else None
 
