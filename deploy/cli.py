@@ -125,6 +125,13 @@ def up(
     token_file: Annotated[
         str | None, typer.Option(help="File with the bearer token; made if missing.")
     ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(help="PEM certificate of the gateways; turns TLS on.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None,
+    tls_client_ca: Annotated[
+        str | None, typer.Option(help="Roots of the client certificates to ask for (mTLS).")
+    ] = None,
     log_level: Annotated[
         str | None,
         typer.Option(

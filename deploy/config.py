@@ -145,6 +145,15 @@ class ClusterConfig(BaseModel):
     token_file: str | None = Field(
         default=None, min_length=1, description="File with the bearer token; made if it is missing."
     )
+    tls_cert: str | None = Field(
+        default=None, min_length=1, description="PEM certificate of the gateways; turns TLS on."
+    )
+    tls_key: str | None = Field(default=None, min_length=1, description="Its private key.")
+    tls_client_ca: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Roots of the client certificates that are then asked for (mTLS).",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="What the processes log: debug, info, warning or error."
     )
@@ -174,6 +183,17 @@ class ClusterConfig(BaseModel):
                     raise ValueError(
                         f"{name} = {getattr(self, name)!r} has no meaning with cpu_offload = false"
                     )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = "tls_cert", "tls_key"
+            if self.tls_cert is None:
+                given, missing = missing, given
+            raise ValueError(
+                f"{given} = {getattr(self, given)!r} without {missing}: must be both or none"
+            )
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                f"tls_client_ca = {self.tls_client_ca!r} has no meaning without tls_cert"
+            )
         if self.port and self.port + self.gateways - 1 > 65535:
             raise ValueError(
                 f"port = {self.port} with gateways = {self.gateways}: the last port would be "
@@ -198,10 +218,10 @@ class ClusterConfig(BaseModel):
     def warnings(self) -> tuple[str, ...]:
         """What is legal but should be known at start-up, a sentence each."""
         found = []
-        if not self.loopback:
+        if not self.loopback and self.tls_cert is None:
             found.append(
                 f"host = {self.host!r} is not loopback: whoever reaches it and holds the token can "
-                "use the cluster, and traffic is not encrypted"
+                "use the cluster, and traffic is not encrypted (tls_cert, tls_key)"
             )
         dtype = resolve_kv_dtype(self.kv_cache_dtype).name
         if dtype in ("fp8", "fp8_e5m2", "k16v8"):

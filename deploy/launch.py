@@ -13,10 +13,11 @@ from rich.console import Console
 
 from deepinfer.deploy import interrupts
 from deepinfer.deploy.cluster import Cluster, LaunchError
-from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.config import ClusterConfig, ConfigError
 from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.running import (
     Running,
+    TokenFileError,
     alive,
     default_token_file,
     exposed,
@@ -26,6 +27,7 @@ from deepinfer.deploy.running import (
     remember,
 )
 from deepinfer.deploy.starting import Starting
+from deepinfer.deploy.tls import check_server_tls, client_tls
 
 if TYPE_CHECKING:
     from deepinfer.client import Client
@@ -38,10 +40,12 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
 
     Raises:
         LaunchError: it could not be started.
+        ConfigError: its settings or certificates cannot be used.
         TokenFileError: the token file cannot be used.
     """
     with contextlib.suppress(KeyboardInterrupt, Terminated):
-        for warning in config.warnings():
+        certificate = check_server_tls(config)
+        for warning in (*config.warnings(), *(certificate.warnings if certificate else ())):
             console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
         view = Starting(console)
         with contextlib.ExitStack() as stack:
@@ -57,6 +61,8 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
                 started_ticks=ticks,
                 token_file=str(cluster.token_file),
                 model=config.model,
+                tls_cert=None if certificate is None else certificate.file,
+                tls_server_name=None if certificate is None else certificate.name,
             )
             stack.callback(forget, here.name)
             remember(here)
@@ -109,13 +115,24 @@ def connect(endpoint: str | None, token_file: Path | None) -> Client:
     Raises:
         LaunchError: no endpoint was named and no single cluster runs here.
         TokenFileError: the token file cannot be used.
+        ConfigError: the endpoint cannot be read, or the environment names unusable certificates.
     """
     from deepinfer.client import Client
 
-    if endpoint is None:
-        here = running(None)
-        return Client(list(here.endpoints), token=read_token(token_file or Path(here.token_file)))
+    here = running(None) if endpoint is None else None
+    if endpoint is not None:
+        address = endpoint.rpartition("://")[2]
+        here = next((r for r in alive() if address in r.endpoints), None)
     if token_file is None:
-        local = [r for r in alive() if endpoint in r.endpoints]
-        token_file = Path(local[0].token_file) if local else default_token_file()
-    return Client([endpoint], token=read_token(token_file))
+        token_file = default_token_file() if here is None else Path(here.token_file)
+    if endpoint is not None:
+        endpoints = [endpoint]
+    else:
+        assert here is not None, "or it would have been said that none runs"
+        endpoints = list(here.endpoints)
+    try:
+        return Client(endpoints, token=read_token(token_file), tls=client_tls(here))
+    except TokenFileError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--endpoint: {error}") from error

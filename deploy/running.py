@@ -31,6 +31,10 @@ class Running:
     """The process's start time in clock ticks since boot: a reused pid has another."""
     token_file: str
     model: str
+    tls_cert: str | None = None
+    """The gateways' certificate, if they speak TLS."""
+    tls_server_name: str | None = None
+    """A name that it is for."""
 
     @property
     def name(self) -> str:
