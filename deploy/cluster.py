@@ -119,7 +119,8 @@ class Cluster:
         self.say("starting Ray")
         _import_ray()
         self.owns_ray = True
-        self.session = _start_ray(config.log_level)
+        with interrupts.held():  # a Ray that is half started leaves processes behind
+            self.session = _start_ray(config.log_level)
         self.say("starting controller, store, gateways and workers")
         self._create(model, served, layout, blocks)
         self._await_ready()
@@ -427,18 +428,16 @@ def _start_ray(log_level: str) -> Path | None:
     """
     import ray
 
-    # A Ray that is half started leaves processes behind.
     try:
-        with interrupts.held():
-            context = ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                include_dashboard=False,
-                object_store_memory=RAY_OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                log_to_driver=log_level == "debug",
-                logging_level=logging.WARNING,
-            )
+        context = ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=RAY_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=log_level == "debug",
+            logging_level=logging.WARNING,
+        )
     except (RuntimeError, OSError, ValueError) as error:
         raise LaunchError(f"Ray does not start: {_cause(error)}") from error
     folder = context.address_info.get("session_dir")
