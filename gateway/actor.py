@@ -54,6 +54,8 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one; a restarted gateway has the same one only if it is named here."""
+    advertised_host: str = ""
+    """What others are told instead of ``host``, where that is every interface."""
     tls: ServerTls | None = None
     """If given, clients must speak TLS with ``host:port``, and workers connect elsewhere."""
     link_host: str = "127.0.0.1"
@@ -95,6 +97,7 @@ class GatewayActor:
         self._controller = controller
         self._incarnation = Incarnation(time.time_ns() // 1_000)
         self._shell: Shell | None = None
+        self._health: Health | None = None
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve())
         self._serving.add_done_callback(self._stopped)
@@ -116,6 +119,8 @@ class GatewayActor:
 
         Returns when every client has been told; nobody can tell one that reads nothing.
         """
+        if self._health is not None:
+            self._health.drain()
         if self._shell is not None:
             await self._shell.close(message)
 
@@ -137,7 +142,7 @@ class GatewayActor:
         )
         shell = Shell(GatewayId(settings.gateway), self._incarnation, settings.config, card)
         self._shell = shell
-        health = Health(shell.gateway, self._controller.status)
+        health = self._health = Health(shell.gateway, self._controller.status)
         server = build_server(
             shell,
             token=settings.token,
@@ -146,11 +151,13 @@ class GatewayActor:
             health=health,
             links=settings.tls is None,
         )
-        address = await _bind(server, settings.host, settings.port, settings.tls)
+        port = await _bind(server, settings.host, settings.port, settings.tls)
+        address = endpoint(settings.advertised_host or settings.host, port)
         servers, link_address = [server], address
         if settings.tls is not None:
             servers.append(build_link_server(shell, token=settings.token))
-            link_address = await _bind(servers[1], settings.link_host, settings.link_port, None)
+            port = await _bind(servers[1], settings.link_host, settings.link_port, None)
+            link_address = endpoint(settings.link_host, port)
         for each in servers:
             await each.start()
         find = self._controller.find
@@ -187,11 +194,11 @@ def endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> str:
+async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
     """Bind, waiting for a predecessor's sockets to go if the port is a fixed one.
 
     Returns:
-        Where it serves.
+        The port.
 
     Raises:
         RuntimeError: the port stays taken.
@@ -202,8 +209,8 @@ async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | 
     for attempt in range(BIND_ATTEMPTS):
         try:
             if credentials is None:
-                return endpoint(host, server.add_insecure_port(wanted))
-            return endpoint(host, server.add_secure_port(wanted, credentials))
+                return server.add_insecure_port(wanted)
+            return server.add_secure_port(wanted, credentials)
         except RuntimeError:
             if port == 0 or attempt == BIND_ATTEMPTS - 1:
                 raise

@@ -170,9 +170,9 @@ def test_workers_do_not_connect_where_clients_do(live: Live) -> None:
         async with grpc.aio.insecure_channel(served.controller.reports[0].address) as channel:
             path = f"/{inference_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/GetStatus"
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(path)(b"", metadata=METADATA)
+                await channel.unary_unary(path, None, None)(b"", metadata=METADATA)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await check(b"")
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
