@@ -6,6 +6,7 @@ Imports of heavy modules stay inside the commands, so that ``deepinfer --help`` 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -343,5 +344,7 @@ def model_get(
 
 def main() -> None:
     """Entry point of the console script."""
+    # gRPC logs failed connections at INFO; what a command has to say of one, it says as its error.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     with stop_signals():
         app()
