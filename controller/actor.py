@@ -19,6 +19,7 @@ from deepinfer.controller import metrics
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.core import ControllerCore
 from deepinfer.controller.ports import Directory, Orders
+from deepinfer.controller.scrape import ScrapeServer, ScrapeSettings
 from deepinfer.controller.service import build_server
 from deepinfer.controller.shell import Shell, wall_ms
 from deepinfer.controller.stores import GrpcStores
@@ -26,6 +27,7 @@ from deepinfer.controller.stores import GrpcStores
 log = structlog.get_logger(__name__)
 
 STOP_GRACE_S = 0.2
+SCRAPE_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,11 @@ class ControllerSettings:
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one."""
+    metrics: ScrapeSettings | None = None
+    """Where ``/metrics`` is served; None: nowhere."""
+    model: str = ""
+    """With ``kv_cache_dtype``: what the metrics call what is served."""
+    kv_cache_dtype: str = ""
     failed_start_exit_s: float | None = None
     """A process that could not start says why for so long and then exits, for Ray to start anew;
     None: it stays, as tests in one process want."""
@@ -85,6 +92,7 @@ class ControllerActor:
             step_down=_die,
         )
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._scraped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve())
         self._serving.add_done_callback(self._stopped)
 
@@ -105,8 +113,21 @@ class ControllerActor:
         return self._shell.status()
 
     async def metrics(self) -> str:
-        """The counters as Prometheus text."""
-        return metrics.render(self._shell.status()["counters"])
+        """All metrics as Prometheus text."""
+        return self._render("")[0].decode()
+
+    async def metrics_address(self) -> str:
+        """Where ``/metrics`` is served, host:port, once it is; for ever pending if it never is."""
+        return await asyncio.shield(self._scraped)
+
+    def _render(self, accept: str) -> tuple[bytes, str]:
+        return metrics.render(
+            self._shell.core.summary(),
+            self._shell.tally.peers(),
+            model=self._settings.model,
+            kv_cache_dtype=self._settings.kv_cache_dtype,
+            accept=accept,
+        )
 
     async def drain(self, worker: str) -> None:
         """Move everything off a worker and place nothing there until it restarts."""
@@ -125,13 +146,34 @@ class ControllerActor:
         self._address.set_result(f"{settings.host}:{port}")
         log.info("controller serves", address=f"{settings.host}:{port}", epoch=self._epoch)
         try:
-            await self._shell.run()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._shell.run())
+                if settings.metrics is not None:
+                    tasks.create_task(self._scrape(settings.metrics))
         finally:
             await server.stop(STOP_GRACE_S)
+
+    async def _scrape(self, settings: ScrapeSettings) -> None:
+        """Serve ``/metrics`` until cancelled. Requests do not depend on it: it may come late."""
+        server = ScrapeServer(settings, self._settings.token, self._render)
+        try:
+            while not self._scraped.done():
+                try:
+                    address = await server.start()
+                except OSError as error:
+                    log.warning("metrics are not served yet", error=str(error))
+                    await asyncio.sleep(SCRAPE_RETRY_S)
+                else:
+                    self._scraped.set_result(address)
+                    log.info("metrics are served", address=address)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await server.close()
 
     def _stopped(self, serving: asyncio.Task[None]) -> None:
         if serving.cancelled():
             self._address.cancel()
+            self._scraped.cancel()
             return
         error = serving.exception()
         if error is not None:

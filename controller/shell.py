@@ -30,6 +30,7 @@ from deepinfer.controller.core.events import (
     WorkerGone,
 )
 from deepinfer.controller.ports import Directory, OrderError, Orders, StoreCalls
+from deepinfer.controller.tally import Tally
 from deepinfer.kvstore.core.ids import GatewayId, StoreId, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import (
     Admit,
@@ -91,10 +92,7 @@ class Shell:
         self._clock_ms = clock_ms
         self._addresses: dict[str, str] = {}
         """Where gateways and stores are, host:port, by id."""
-        self._counters: dict[str, tuple[int, dict[str, float]]] = {}
-        """What each peer has counted in the life that reports now."""
-        self._retired: dict[str, float] = {}
-        """Sums of the lives before."""
+        self.tally = Tally()
         self._streams: dict[Peer, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -111,14 +109,8 @@ class Shell:
         self, peer: Peer, report: Report, address: str, counters: Mapping[str, float]
     ) -> ReportReply | None:
         """Take in a report with what only the shell keeps: where the peer is, and its counters."""
-        before = self._counters.get(peer.id)
-        if before is None or before[0] <= peer.incarnation:
-            if before is not None and before[0] < peer.incarnation:
-                for name, value in before[1].items():
-                    self._retired[name] = self._retired.get(name, 0.0) + value
-            self._counters[peer.id] = (peer.incarnation, dict(counters))
-            if address:
-                self._addresses[peer.id] = address
+        if self.tally.take(peer, counters) and address:
+            self._addresses[peer.id] = address
         return self.tell(report)
 
     def stream_opened(self, peer: Peer) -> None:
@@ -247,10 +239,7 @@ class Shell:
     def status(self) -> dict[str, Any]:
         """The core's snapshot; counters that peers keep are summed over them and added."""
         found: dict[str, Any] = self.core.snapshot()
-        counters: dict[str, float] = dict(self._retired)
-        for _, counted in self._counters.values():
-            for name, value in counted.items():
-                counters[name] = counters.get(name, 0.0) + value
+        counters = self.tally.totals()
         for name in WORKERS_COUNTERS:
             counters.setdefault(name, 0.0)
         found["counters"] = counters | found["counters"]

@@ -188,6 +188,10 @@ class ControllerCore:
         """Pools, requests, swaps and counters as plain values, for ``status``."""
         return snapshot.snapshot(self._world)
 
+    def summary(self) -> dict[str, object]:
+        """The snapshot without the single requests, for metrics."""
+        return snapshot.summary(self._world)
+
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold. Costs a look at everything."""
         world = self._world

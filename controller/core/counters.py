@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Totals of this controller's life, by the names they are exported under."""
+    """Totals of this controller's life."""
 
     swaps_seen_total: int = 0
     """Swap-outs that a worker told of; the workers' own counts survive a restart here."""

@@ -12,7 +12,12 @@ from deepinfer.kvstore.core.states import State
 
 
 def snapshot(world: World) -> dict[str, object]:
-    """Pools by worker, stores, requests by state, ``swapped``, ``cpu_offload`` and counters."""
+    """Pools, stores, requests by state and one by one, ``swapped``, ``cpu_offload``, counters."""
+    return summary(world) | {"sequences": [_request(s) for s in world.sequences.values()]}
+
+
+def summary(world: World) -> dict[str, object]:
+    """The snapshot without the single requests."""
     stores = {}
     payload_bytes = 0
     for store in world.stores.values():
@@ -41,7 +46,7 @@ def snapshot(world: World) -> dict[str, object]:
         "budget_bytes": budget_bytes,
         "max_swapped_requests": bound,
     }
-    counters: dict[str, int] = asdict(world.counters)
+    counters = {_exported(name): count for name, count in asdict(world.counters).items()}
     counters["swapped_requests"] = world.states[State.SWAPPED]
     counters["cpu_offload_bytes"] = payload_bytes
     counters["cpu_offload_budget_bytes"] = budget_bytes
@@ -63,12 +68,15 @@ def snapshot(world: World) -> dict[str, object]:
             for g in world.gateways.values()
         },
         "requests": {state.value: world.states[state] for state in State},
-        "sequences": [_request(s) for s in world.sequences.values()],
         "waiting": len(world.line),
         "swapped": world.states[State.SWAPPED],
         "cpu_offload": cpu_offload,
         "counters": counters,
     }
+
+
+def _exported(name: str) -> str:
+    return name if name.startswith("kv_cpu_offload_") else f"deepinfer_controller_{name}"
 
 
 def _worker(worker: Worker) -> dict[str, object]:

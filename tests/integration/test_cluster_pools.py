@@ -98,7 +98,8 @@ def test_full_reserve_never_runs_short(tmp_path: Path) -> None:
     ) as cluster:
         seen, counted = story(cluster, asks)
     assert_right(Oracle(tiny_model(tmp_path), "fp16"), asks, seen)
-    assert counted["requests_preempted_total"] == counted["requests_refused_late_total"] == 0
+    assert counted["deepinfer_controller_requests_preempted_total"] == 0
+    assert counted["deepinfer_controller_requests_refused_late_total"] == 0
     # Two blocks each in a pool of three: one at a time, though all three prompts would fit.
     for earlier, later in itertools.pairwise(seen):
         assert earlier.first(Finished) < later.first(Delta)

@@ -99,4 +99,4 @@ def test_request_that_no_pool_can_hold_is_refused_with_both_numbers(pressed: Pre
             await client.generate(prompt(30), max_tokens=BLOCKS * BLOCK_SIZE)
 
     _, counted = counting(pressed.cluster, ask)
-    assert counted["requests_rejected_total"] == 1
+    assert counted["deepinfer_controller_requests_rejected_total"] == 1

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from deepinfer.controller import metrics, wire
+from deepinfer.controller import wire
 from deepinfer.controller.actor import ControllerActor, ControllerSettings
 from deepinfer.controller.core.events import Members, Peer, PeerKind
 from deepinfer.controller.ports import OrderError
@@ -152,7 +152,7 @@ class Peers:
                 block_bytes=1000,
                 block_size=16,
                 blocks_total=3,
-                counters={"cpu_offload_seconds": 0.25, "steps_total": 4},
+                counters={"cpu_offload_seconds": 0.25, "deepinfer_worker_steps_total": 4},
                 **(defaults | levels),
             )
         )
@@ -290,11 +290,11 @@ def test_status_and_metrics_add_what_peers_have_counted() -> None:
         status = await peers.actor.status()
         assert status["ready"] is True
         assert status["counters"]["cpu_offload_seconds"] == 0.25
-        assert status["counters"]["steps_total"] == 4
+        assert status["counters"]["deepinfer_worker_steps_total"] == 4
         assert status["addresses"]["store-0"] == peers.store_address
         text = await peers.actor.metrics()
-        assert "# TYPE requests_swapped_total counter\nrequests_swapped_total 0\n" in text
-        assert "# TYPE cpu_offload_budget_bytes gauge\ncpu_offload_budget_bytes 1073741824" in text
+        assert '\ncpu_offload_seconds{worker="worker-0"} 0.25\n' in text
+        assert "\ncpu_offload_budget_bytes 1.073741824e+09\n" in text
 
     run(story)
 
@@ -376,11 +376,6 @@ def test_refusals_reach_the_gateway() -> None:
         assert (reject.seq.request, reject.blocks_needed, reject.blocks_total) == ("r1", 5, 3)
 
     run(story)
-
-
-def test_a_bound_that_is_not_set_is_infinite() -> None:
-    assert "max_swapped_requests +Inf\n" in metrics.render({})
-    assert "max_swapped_requests 7\n" in metrics.render({"max_swapped_requests": 7})
 
 
 def test_tickets_survive_the_wire() -> None:
