@@ -76,7 +76,7 @@ def test_the_python_example_runs(
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_commands_parse(line: str) -> None:
     command: Any = get_command(app)
-    name, *arguments = shlex.split(line)
+    name, *arguments = shlex.split(line, comments=True)
     sub = command.commands[name]
     context = sub.make_context(name, arguments)
     assert context.args == []
