@@ -72,8 +72,14 @@ def held() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    with _handling(lambda number, _: came.append(number)):
-        yield
+    try:
+        with _handling(lambda number, _: came.append(number)):
+            yield
+    except SystemExit as error:
+        # ``ray.init`` lays a handler of its own for SIGTERM over this one, late in its work.
+        if error.code == signal.SIGTERM:
+            raise Terminated from error
+        raise
     if came:
         signal.raise_signal(came[0])
 
