@@ -123,6 +123,9 @@ def up(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address the gateways listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="First gateway's port.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of /metrics; default: --port + 10; 0: no metrics.")
+    ] = None,
     token_file: Annotated[
         str | None, typer.Option(help="File with the bearer token; made if missing.")
     ] = None,

@@ -19,6 +19,9 @@ from deepinfer.kvstore.core.layout import resolve_kv_dtype
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*$")
 
+METRICS_PORT_OFFSET = 10
+"""From the first gateway's port, so that several clusters do not meet."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. One line per fault: name, value, what is legal."""
@@ -142,6 +145,12 @@ class ClusterConfig(BaseModel):
     port: int = Field(
         default=7470, ge=0, le=65535, description="First gateway's port; 0 picks free ones."
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of /metrics on the same address; unset: --port + 10, and 0: no metrics.",
+    )
     token_file: str | None = Field(
         default=None, min_length=1, description="File with the bearer token; made if it is missing."
     )
@@ -199,7 +208,25 @@ class ClusterConfig(BaseModel):
                 f"port = {self.port} with gateways = {self.gateways}: the last port would be "
                 f"{self.port + self.gateways - 1}, above 65535"
             )
+        metrics_port = self.metrics_fixed_port
+        if metrics_port is not None and metrics_port > 65535:
+            raise ValueError(
+                f"port = {self.port}: /metrics would be at {metrics_port}, above 65535: name a "
+                "metrics_port"
+            )
+        if metrics_port and self.port and 0 <= metrics_port - self.port < self.gateways:
+            raise ValueError(
+                f"metrics_port = {metrics_port}: is gateway-{metrics_port - self.port}'s port "
+                f"(port = {self.port}, gateways = {self.gateways}): name another"
+            )
         return self
+
+    @property
+    def metrics_fixed_port(self) -> int | None:
+        """Where ``/metrics`` is; 0: nowhere. None: on a free port, as the gateways are."""
+        if self.metrics_port is not None:
+            return self.metrics_port
+        return self.port + METRICS_PORT_OFFSET if self.port else None
 
     @property
     def cache_size(self) -> CacheSize:
@@ -228,8 +255,9 @@ class ClusterConfig(BaseModel):
             what = "V is" if dtype == "k16v8" else "K and V are"
             found.append(
                 f"kv_cache_dtype = {self.kv_cache_dtype!r}: {what} cast to 8-bit floats without a "
-                "scale and values beyond their range saturate (counted in kv_saturations); some "
-                "models lose much of their quality even where nothing saturates"
+                "scale and values beyond their range saturate (counted in "
+                "deepinfer_worker_kv_saturations_total); some models lose much of their quality "
+                "even where nothing saturates"
             )
         return tuple(found)
 
