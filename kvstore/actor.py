@@ -22,6 +22,7 @@ import grpc.aio
 
 from deepinfer.kvstore.core.config import StoreConfig, StoreConfigError
 from deepinfer.kvstore.core.ids import Incarnation, NodeId, StoreId
+from deepinfer.kvstore.heap import keep_freed_buffers
 from deepinfer.kvstore.host_pool import SLAB_BYTES
 from deepinfer.kvstore.local import LocalServer
 from deepinfer.kvstore.reporting import FindController, Reporter
@@ -113,6 +114,7 @@ class StoreActor:
 
     async def _serve(self) -> None:
         settings = self._settings
+        keep_freed_buffers()
         # Private to this user: who can connect can map the slabs.
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="deepinfer-store-"))
         runtime = StoreRuntime(

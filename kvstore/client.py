@@ -29,6 +29,7 @@ from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.hashing import GroupHasher
+from deepinfer.kvstore.heap import keep_freed_buffers
 from deepinfer.kvstore.link import (
     Fill,
     Into,
@@ -37,6 +38,7 @@ from deepinfer.kvstore.link import (
     Outcome,
     Source,
     Stopped,
+    fill_step,
     in_thread,
 )
 from deepinfer.kvstore.service import CHANNEL_OPTIONS, CHUNK_BYTES, SERVICE
@@ -130,6 +132,7 @@ class StoreClient:
         self._executor: Executor = executor or self._own_executor  # type: ignore[assignment]
         self._on_map = on_map
         self._deadlines = deadlines or Deadlines()
+        keep_freed_buffers()
         options = [*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS]
         self._channel = grpc.aio.insecure_channel(address, options)
         self._stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)
@@ -414,16 +417,21 @@ def _stage(
     """The payload's blocks in this process's memory, and the manifest with their hashes."""
     hasher = GroupHasher(draft)
     if callable(source):
-        staged = memoryview(bytearray(draft.payload_bytes))
-        source(0, staged)
-        blocks: Sequence[memoryview] = [staged]
+        staged, step = memoryview(bytearray(draft.payload_bytes)), fill_step(draft)
+        pieces: Sequence[memoryview] = [
+            staged[begin : begin + step] for begin in range(0, len(staged), step)
+        ]
     else:
-        blocks = source
-    for block in blocks:
+        pieces = source
+    block = 0
+    for piece in pieces:
         if stop.is_set():
             raise Stopped
-        hasher.update(block)
-    return blocks, hasher.fill_in(draft)
+        if callable(source):
+            source(block, piece)
+        hasher.update(piece)
+        block += len(piece) // draft.block_bytes
+    return pieces, hasher.fill_in(draft)
 
 
 def _status_of(error: grpc.aio.AioRpcError) -> StoreStatus:

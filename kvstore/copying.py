@@ -22,16 +22,24 @@ class SpreadWriter:
         self._target = 0
         self._at = 0
 
-    def write(self, piece: memoryview) -> None:
-        """Write the next bytes; the caller keeps to what the views hold in total."""
+    def write(self, piece: memoryview) -> list[memoryview]:
+        """Write the next bytes; the caller keeps to what the views hold in total.
+
+        Returns the parts of the views that hold them now, for whoever checks the copy while it is
+        still in the processor's cache.
+        """
+        written = []
         while len(piece):
             target = self._targets[self._target]
             count = min(len(piece), len(target) - self._at)
-            copy(target[self._at : self._at + count], piece[:count])
+            part = target[self._at : self._at + count]
+            copy(part, piece[:count])
+            written.append(part)
             piece = piece[count:]
             self._at += count
             if self._at == len(target):
                 self._target, self._at = self._target + 1, 0
+        return written
 
 
 def chunks(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:

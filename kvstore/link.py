@@ -21,7 +21,7 @@ from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.frames import FrameSocket
-from deepinfer.kvstore.hashing import GroupHasher, matches
+from deepinfer.kvstore.hashing import GroupHasher
 from deepinfer.kvstore.host_pool import PageMap, Slab
 from deepinfer.kvstore.local import VERSION
 
@@ -38,8 +38,9 @@ Into = Callable[[Manifest], Sequence[memoryview] | None]
 
 _log = logging.getLogger(__name__)
 
-FILL_BYTES = 16 << 20
-"""Above this a ``Fill`` is called more than once, so that it can be stopped in between."""
+FILL_BYTES = 2 << 20
+"""Above this a ``Fill`` is called more than once: so that it can be stopped in between, and that
+what it wrote is hashed while the processor's cache still holds it."""
 _T = TypeVar("_T")
 
 
@@ -53,6 +54,11 @@ class Outcome(NamedTuple):
     status: StoreStatus
     manifest: Manifest | None
     detail: str
+
+
+def fill_step(draft: Manifest) -> int:
+    """Bytes that a ``Fill`` is asked for at once: whole blocks."""
+    return max(1, FILL_BYTES // draft.block_bytes) * draft.block_bytes
 
 
 async def in_thread(executor: Executor, stop: threading.Event, work: Callable[[], _T]) -> _T:
@@ -220,7 +226,7 @@ class LocalLink:
         hasher = GroupHasher(draft)
         if callable(source):
             block = 0
-            step = max(1, FILL_BYTES // draft.block_bytes) * draft.block_bytes
+            step = fill_step(draft)
             for run in self._map.runs(pages):
                 for begin in range(0, len(run), step):
                     if stop.is_set():
@@ -244,12 +250,15 @@ class LocalLink:
         views: Sequence[memoryview],
         stop: threading.Event,
     ) -> bool:
-        writer = SpreadWriter(views)
+        writer, hasher = SpreadWriter(views), GroupHasher(manifest)
         for page in pages:
             if stop.is_set():
                 raise Stopped
-            writer.write(self._map.page(page))
-        return matches(manifest, views)
+            for part in writer.write(self._map.page(page)):
+                hasher.update(part)
+            if not hasher.agrees(manifest):
+                return False
+        return hasher.matches(manifest)
 
     def _adopt(self, fd: int) -> None:
         slab = Slab.adopt(fd, self._slab_bytes)

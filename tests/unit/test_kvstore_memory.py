@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import random
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -119,3 +122,32 @@ def test_hashes_do_not_depend_on_how_the_payload_is_cut(seed: int) -> None:
     assert not matches(full, blocks[:-1])
     assert not matches(full, [*blocks, memoryview(b"x")])
     assert not matches(manifest, blocks)
+
+
+FAULTS_OF_FRESH_CHUNKS = """
+import resource, sys
+from deepinfer.kvstore.heap import keep_freed_buffers
+
+def use():
+    buffers = [bytearray(2 << 20) for _ in range(4)]
+    for buffer in buffers:
+        buffer[::4096] = b"x" * 512
+
+if sys.argv[1] == "keep":
+    assert keep_freed_buffers()
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's thresholds")
+def test_memory_of_freed_chunks_stays_with_the_process() -> None:
+    faults = {}
+    for mode in ("keep", "leave"):
+        command = [sys.executable, "-c", FAULTS_OF_FRESH_CHUNKS, mode]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        faults[mode] = int(done.stdout)
+    assert faults["keep"] * 5 < faults["leave"], faults
