@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from deepinfer.client import Choice, DeepInferError, Delta, Finished, Notice
+from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.status import mib
 
 HELP = """\
@@ -98,6 +99,8 @@ class Chat:
                         choice = event.choice
                     elif isinstance(event, Notice) and (told := tell(event)):
                         self._note(f"[{told}; {time.monotonic() - started_s:.1f} s]", before="\n")
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             self._end_line(text)
             self._note("[aborted]")
@@ -191,6 +194,8 @@ def typed_lines(console: Console) -> Iterator[str]:
         except EOFError:
             console.print()
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             console.print("\n/quit or Ctrl-D leaves", style="dim")
 

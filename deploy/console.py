@@ -16,6 +16,7 @@ err = Console(stderr=True)
 def plain_errors() -> Iterator[None]:
     """Turn what the user or the world caused into one message and exit code 1 (no traceback)."""
     from deepinfer.client import DeepInferError
+    from deepinfer.deploy import interrupts
     from deepinfer.deploy.cluster import LaunchError
     from deepinfer.deploy.config import ConfigError
     from deepinfer.deploy.models import ModelUnavailableError
@@ -28,4 +29,4 @@ def plain_errors() -> Iterator[None]:
         err.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        raise typer.Exit(130) from error
+        raise typer.Exit(interrupts.exit_code()) from error

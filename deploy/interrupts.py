@@ -18,11 +18,8 @@ DEAF_S = 1.0
 otherwise end a clean-up before it has begun."""
 
 
-class Terminated(SystemExit):
-    """SIGTERM came; the exit code is the shell's for it."""
-
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. No SystemExit, of which Ray makes one of its own with another code."""
 
 
 class _Heard:
@@ -49,6 +46,11 @@ def stop_signals() -> Iterator[None]:
     _Heard.number = None
     with _handling(_raise):
         yield
+
+
+def exit_code() -> int:
+    """What a command ends with after a signal: the shell's number for it."""
+    return 128 + (_Heard.number or signal.SIGINT)
 
 
 def check() -> None:

@@ -14,7 +14,6 @@ from rich.console import Console
 from deepinfer.deploy import interrupts
 from deepinfer.deploy.cluster import Cluster, LaunchError
 from deepinfer.deploy.config import ClusterConfig, ConfigError
-from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.running import (
     Running,
     TokenFileError,
@@ -43,7 +42,7 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
         ConfigError: its settings or certificates cannot be used.
         TokenFileError: the token file cannot be used.
     """
-    with contextlib.suppress(KeyboardInterrupt, Terminated):
+    with contextlib.suppress(KeyboardInterrupt):
         certificate = check_server_tls(config)
         for warning in (*config.warnings(), *(certificate.warnings if certificate else ())):
             console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)

@@ -27,6 +27,7 @@ MARK = "DEEPINFER_DOCS_TEST"
 PORT = 7470
 """The documents name no other."""
 BLOCK_S = 90.0
+STOP_S = 15.0
 PRELUDE = """
 set -eu
 deepinfer() {
@@ -77,9 +78,12 @@ def home(tmp_path: Path) -> Iterator[Path]:
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
     yield tmp_path
-    for pid in processes_with(MARK, str(tmp_path)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + STOP_S
+    while (left := processes_with(MARK, str(tmp_path))) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)  # the port is free when they are gone
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,7 @@ def test_the_commands_of_a_document_run(document: Path, home: Path) -> None:
         capture_output=True,
         timeout=BLOCK_S,
     )
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + STOP_S
     while left := processes_with(MARK, str(home)):
         assert time.monotonic() < deadline, f"left behind by {document.name}: {left}"
         time.sleep(0.1)
