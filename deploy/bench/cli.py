@@ -85,3 +85,70 @@ def bench_concurrency(
             peers=peers,
         )
         run_concurrency(model=model, load=load, text=text, output=output, console=out)
+
+
+@bench.command("jitter")
+def bench_jitter(
+    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    streams: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 8,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Mean length of a prompt; they are of unlike length.")
+    ] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 2,
+    share: Annotated[
+        float, typer.Option(help="The small pool, as a share of what all streams need at once.")
+    ] = 0.55,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads of the worker.")] = 1,
+    kv_cache_dtype: Annotated[str, typer.Option(help="The pools' dtype.")] = "fp16",
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to make prompts of; default: ours.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
+        "docs/results"
+    ),
+) -> None:
+    """Times between tokens, without swaps and with them."""
+    with plain_errors():
+        from deepinfer.deploy.bench.jitter import Load, run_jitter
+
+        load = Load(
+            streams=streams,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            rounds=rounds,
+            share=share,
+            threads=threads,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        ok = run_jitter(model=model, load=load, text=text, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
+
+
+@bench.command("handoff")
+def bench_handoff(
+    mb: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.01, max=4096, help="Payload in MB (10^6 bytes). May be repeated; default: four."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 9,
+    redis_server: Annotated[
+        Path | None, typer.Option(help="Redis's server program; default: the one on PATH.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
+        "docs/results"
+    ),
+) -> None:
+    """KV through the store's two paths, beside memcpy, Ray's object store and Redis."""
+    with plain_errors():
+        from deepinfer.deploy.bench.handoff import SIZES_MB, run_handoff
+
+        run_handoff(
+            sizes_mb=tuple(mb or SIZES_MB),
+            rounds=rounds,
+            redis_server=redis_server,
+            output=output,
+            console=out,
+        )
