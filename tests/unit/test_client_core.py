@@ -217,23 +217,30 @@ def test_a_gateway_that_keeps_contradicting_fails_the_request() -> None:
     assert effects[1].failure is Failure.PROTOCOL
 
 
-def test_an_error_waits_for_its_status() -> None:
+def test_an_error_brings_its_status() -> None:
     bench = accepted()
-    end = Finished(0, FinishReason.ERROR, 0, "too large")
+    end = Finished(0, FinishReason.ERROR, 0, "too large", "RESOURCE_EXHAUSTED")
+    fail = Fail(Failure.EXHAUSTED, "RESOURCE_EXHAUSTED", "too large")
+    assert bench.tell(Got(1, end)) == [Deliver(end), CloseStream(1), fail]
+
+
+def test_a_refusal_of_one_choice_is_remembered_wherever_the_other_ends() -> None:
+    bench = Bench(choices=2)
+    bench.tell(Start(), Got(1, ACCEPTED))
+    end = Finished(0, FinishReason.ERROR, 0, "too large", "RESOURCE_EXHAUSTED")
     assert bench.tell(Got(1, end)) == [Deliver(end)]
+    # The stream breaks before its status is here, and a gateway serves that sees a larger pool.
     bench.tell(StreamEnded(1, "UNAVAILABLE", ""))
     bench.retry(50)
-    assert bench.tell(Got(2, end)) == []
+    other = Finished(1, FinishReason.LENGTH, 0, "")
     fail = Fail(Failure.EXHAUSTED, "RESOURCE_EXHAUSTED", "too large")
-    assert bench.tell(StreamEnded(2, "RESOURCE_EXHAUSTED", "too large")) == [fail]
+    assert bench.tell(Got(2, other)) == [Deliver(other), CloseStream(2), fail]
 
 
-def test_an_error_without_a_status_fails_as_well() -> None:
+def test_an_error_without_a_status_is_a_failure() -> None:
     bench = accepted()
-    bench.tell(Got(1, Finished(0, FinishReason.ERROR, 0, "why")))
-    (fail,) = bench.tell(StreamEnded(1, "OK", ""))
-    assert isinstance(fail, Fail)
-    assert fail.failure is Failure.FAILED
+    fail = bench.tell(Got(1, Finished(0, FinishReason.ERROR, 0, "why")))[-1]
+    assert fail == Fail(Failure.FAILED, "INTERNAL", "why")
 
 
 def test_a_stream_that_ends_early_is_resumed() -> None:
@@ -315,3 +322,75 @@ def test_bad_arguments() -> None:
         ClientCore(())
     with pytest.raises(ValueError, match="give_up_ms = 0"):
         ClientConfig(give_up_ms=0)
+
+
+def test_a_deadline_is_the_clients_own_business_when_no_gateway_is_heard() -> None:
+    core = ClientCore(("a",), 1, ClientConfig(deadline_slack_ms=100), deadline_ms=1_000)
+    effects = core.handle(Start(), 0)
+    assert Wait(1_100) in effects  # sooner than the endpoint's patience
+    effects = core.handle(StreamEnded(1, "UNAVAILABLE", "gone"), 10)
+    assert isinstance(effects[-1], Wait)
+    core.handle(Tick(), effects[-1].due_ms)
+    core.handle(Got(2, ACCEPTED), 100)
+    core.handle(Got(2, delta(0, 5)), 200)
+    assert core.handle(Tick(), 1_099) == [Wait(1_100)]
+    closed, failed = core.handle(Tick(), 1_100)
+    assert closed == CloseStream(2)
+    assert isinstance(failed, Fail)
+    assert (failed.failure, failed.code) == (Failure.DEADLINE, "DEADLINE_EXCEEDED")
+    assert "1000 ms" in failed.detail
+    assert core.over
+
+
+def test_a_gateway_that_says_so_in_time_has_the_last_word() -> None:
+    core = ClientCore(("a",), 1, ClientConfig(), deadline_ms=1_000)
+    core.handle(Start(), 0)
+    core.handle(Got(1, ACCEPTED), 5)
+    effects = core.handle(Got(1, Finished(0, FinishReason.DEADLINE, 0, "late")), 1_500)
+    assert Succeed() in effects
+
+
+def test_an_abort_is_not_cut_short_by_the_deadline() -> None:
+    core = ClientCore(("a",), 1, ClientConfig(deadline_slack_ms=1), deadline_ms=50)
+    core.handle(Start(), 0)
+    core.handle(Got(1, ACCEPTED), 5)
+    core.handle(AbortRequested(), 40)
+    assert core.handle(Tick(), 60) == []
+    assert not core.over
+    (failed,) = core.handle(AbortAnswered(2, True), 70)
+    assert isinstance(failed, Fail)
+    assert failed.failure is Failure.ABORTED
+
+
+def test_endpoints_that_are_not_trusted_are_passed_over_and_then_it_is_said() -> None:
+    bench = Bench("a", "b", "c")
+    bench.tell(Start())
+    assert bench.tell(StreamEnded(1, "UNAVAILABLE", "a: handshake", 0.0, True)) == []
+    assert bench.retry(50) == [OpenGenerate(2, "b")]
+    assert bench.tell(StreamEnded(2, "UNAVAILABLE", "b: refused")) == []  # not for good
+    assert bench.retry(100) == [OpenGenerate(3, "c")]
+    assert bench.tell(StreamEnded(3, "RESOURCE_EXHAUSTED", "c: full")) == []
+    assert bench.retry(200) == [OpenGenerate(4, "a")]
+    assert bench.tell(StreamEnded(4, "UNAVAILABLE", "a: handshake", 0.0, True)) == []
+    assert bench.retry(400) == [OpenGenerate(5, "b")]
+    assert bench.tell(StreamEnded(5, "UNAVAILABLE", "b: handshake", 0.0, True)) == [
+        Fail(Failure.UNTRUSTED, "UNAVAILABLE", "b: handshake")
+    ]
+
+
+def test_trust_that_is_lost_after_acceptance_is_waited_for() -> None:
+    """A certificate may be about to be replaced, and the request must finish."""
+    bench = Bench("a", give_up_ms=5_000)
+    bench.tell(Start(), Got(1, ACCEPTED))
+    assert bench.tell(StreamEnded(1, "UNAVAILABLE", "a: handshake", 0.0, True)) == []
+    (again,) = bench.retry(50)
+    assert isinstance(again, OpenResume)
+
+
+def test_a_tick_that_comes_too_early_does_not_lose_the_retry() -> None:
+    core = ClientCore(("a",))
+    core.handle(Start(), 0)
+    (wait,) = core.handle(StreamEnded(1, "UNAVAILABLE", "gone"), 10)
+    assert isinstance(wait, Wait)
+    assert core.handle(Tick(), wait.due_ms - 1) == [wait]
+    assert core.handle(Tick(), wait.due_ms)[0] == OpenGenerate(2, "a")
