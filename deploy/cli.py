@@ -16,7 +16,7 @@ import typer
 
 from deepinfer.deploy.bench.cli import bench
 from deepinfer.deploy.console import err, out, plain_errors
-from deepinfer.deploy.interrupts import stop_signals
+from deepinfer.deploy.interrupts import ending, stop_signals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -349,5 +349,8 @@ def main() -> None:
     """Entry point of the console script."""
     # gRPC logs failed connections at INFO; what a command has to say of one, it says as its error.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    with stop_signals():
-        app()
+    try:
+        with stop_signals():
+            app()
+    finally:
+        ending()

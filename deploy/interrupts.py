@@ -48,6 +48,13 @@ def stop_signals() -> Iterator[None]:
         yield
 
 
+def ending() -> None:
+    """After a signal the process ends: a further one must not kill it on its last steps."""
+    if _Heard.number is not None:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def exit_code() -> int:
     """What a command ends with after a signal: the shell's number for it."""
     return 128 + (_Heard.number or signal.SIGINT)
