@@ -7,6 +7,7 @@ out and come back while their text streams; every answer must equal the one of a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
 from deepinfer.deploy.oracle import Answer, Question, unpressed
+from deepinfer.deploy.starting import Starting
 from deepinfer.deploy.status import mib
 from deepinfer.deploy.watch import Watched, watch
 
@@ -56,10 +58,10 @@ def run_demo(
     with console.status("the same questions with room for all of them, for comparison"):
         expected = unpressed(model, questions, kv_cache_dtype=kv_cache_dtype)
     config = _too_small(expected, max_tokens, str(model), kv_cache_dtype)
-    with console.status("starting") as spinner:
-        cluster = Cluster(config, say=lambda line: spinner.update(line))
-        cluster.__enter__()
-    try:
+    view = Starting(console)
+    with contextlib.ExitStack() as stack:
+        with view:
+            cluster = stack.enter_context(Cluster(config, say=view.say, loading=view.loading))
         console.print(
             f"{WORKERS} workers with {config.max_cache} of {BLOCK_SIZE} tokens each, "
             f"{requests} chats of up to {max_tokens} tokens at once",
@@ -67,9 +69,6 @@ def run_demo(
         )
         outcomes = asyncio.run(_ask(cluster, questions, expected, console))
         status = asyncio.run(_settled(cluster))
-    finally:
-        with console.status("stopping"):
-            cluster.__exit__(None, None, None)
     console.print(outcome_table(outcomes))
     swaps = sum(row.swaps for row in outcomes)
     resumes = sum(row.resumes for row in outcomes)
