@@ -152,3 +152,18 @@ def bench_handoff(
             output=output,
             console=out,
         )
+
+
+@bench.command("memory")
+def bench_memory(
+    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 2,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
+        "docs/results"
+    ),
+) -> None:
+    """Memory of every process of an idle cluster, after its start and after a short load."""
+    with plain_errors():
+        from deepinfer.deploy.bench.memory import run_memory
+
+        run_memory(model=model, workers=workers, output=output, console=out)
