@@ -12,6 +12,7 @@ from deepinfer.deploy.running import (
     Running,
     TokenFileError,
     alive,
+    exposed,
     forget,
     process_ticks,
     read_or_make_token,
@@ -69,3 +70,13 @@ def test_a_bad_token_file_is_named(tmp_path: Path, content: bytes) -> None:
 def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenFileError, match="nowhere"):
         read_token(tmp_path / "nowhere")
+
+
+def test_a_token_file_that_others_can_read_is_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-of-enough-characters\n")
+    for mode, others in ((0o600, False), (0o400, False), (0o640, True), (0o604, True)):
+        file.chmod(mode)
+        told = exposed(file)
+        assert (told is not None) == others, oct(mode)
+        assert told is None or f"mode {mode:o}" in told
