@@ -92,7 +92,12 @@ class LocalCluster:
         found = []
         for name, worker in self.workers.items():
             counts: dict[str, Any] = await worker.status()
-            keys = ("blocks_held", "blocks_quarantined", "blocks_promised", "residents")
+            keys: tuple[str, ...] = (
+                "blocks_held",
+                "blocks_quarantined",
+                "blocks_promised",
+                "residents",
+            )
             found += [f"{name}: {key} = {counts[key]}" for key in keys if counts[key]]
         assert self.store is not None
         stored = await self.store.status()
