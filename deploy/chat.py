@@ -12,11 +12,11 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
-from deepinfer.client import Choice, DeepInferError, Delta, Finished, Notice
+from deepinfer.client import Choice, Client, DeepInferError, Delta, Finished, Notice
 from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.status import mib
 
@@ -29,18 +29,11 @@ Ctrl-C stops the answer that is being written and keeps the chat."""
 PROMPT = "> "
 
 
-class Streams(Protocol):
-    """What of ``deepinfer.client.Client`` a chat uses."""
-
-    def stream(self, prompt: Any, **options: Any) -> Any:
-        """Events of one request, as a context manager that aborts it when left."""
-
-
 @dataclass(slots=True)
 class Chat:
     """One conversation. ``sampling`` goes with every request as it is."""
 
-    client: Streams
+    client: Client
     sampling: dict[str, Any]
     out: Console
     err: Console

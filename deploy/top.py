@@ -111,13 +111,15 @@ class Watcher:
 
 
 def _row(said: dict[str, Any], now_ms: int | None, rate: float | None) -> Row:
-    arrival_ms = said["arrival_ms"]
-    known = arrival_ms is not None and now_ms is not None
+    arrival_ms: int | None = said["arrival_ms"]
+    age_s = None
+    if arrival_ms is not None and now_ms is not None:
+        age_s = max(0.0, (now_ms - arrival_ms) / 1e3)
     return Row(
         name=_short(said),
         state=said["state"],
         where=said["worker"] or said["store"] or "",
-        age_s=max(0.0, (now_ms - arrival_ms) / 1e3) if known else None,  # type: ignore[operator]
+        age_s=age_s,
         tokens=said["tokens"],
         tokens_max=said["tokens_max"],
         rate=rate,

@@ -27,7 +27,7 @@ def test_each_signal_ends_the_block_in_its_own_way() -> None:
 
 def test_the_second_of_two_quick_signals_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr("deepinfer.deploy.interrupts.time.monotonic", lambda: now_s[0])
     with stop_signals():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -41,7 +41,7 @@ def request(name: str, state: str, tokens: int = 30, **changes: Any) -> dict[str
 
 def document(*requests: dict[str, Any]) -> dict[str, Any]:
     """A status document with everything that a real one has."""
-    found = json.loads(json.dumps(ControllerCore(1, ControllerConfig()).snapshot()))
+    found: dict[str, Any] = json.loads(json.dumps(ControllerCore(1, ControllerConfig()).snapshot()))
     found["counters"] |= dict.fromkeys(SWAP_COUNTERS, 0.0)
     found["requests"] = {
         s: len(list(g)) for s, g in itertools.groupby(r["state"] for r in requests)
