@@ -37,9 +37,11 @@ from deepinfer.client.results import (
     Finished,
     Model,
     Notice,
+    PromptDelta,
     SwapStats,
     Timings,
     TokenLogprob,
+    Usage,
 )
 from deepinfer.client.stream import AsyncStream
 from deepinfer.client.sync import Client, Stream
@@ -64,6 +66,7 @@ __all__ = [
     "ModelNotFound",
     "Notice",
     "Options",
+    "PromptDelta",
     "ProtocolError",
     "Replaced",
     "RequestFailed",
@@ -76,4 +79,5 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Untrusted",
+    "Usage",
 ]

@@ -41,7 +41,15 @@ from deepinfer.client.errors import (
     ProtocolError,
 )
 from deepinfer.kvstore.core.ids import RequestId
-from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
+from deepinfer.kvstore.core.messages import (
+    Accepted,
+    Delta,
+    Finished,
+    Notice,
+    PromptDelta,
+    ToClient,
+)
+from deepinfer.kvstore.core.requests import CHOICES_MAX
 from deepinfer.proto import inference_pb2
 
 ABORT_TIMEOUT_S = 2.0
@@ -79,11 +87,11 @@ class Driver:
         self._request = request
         self._ended = ended
         choices = request.sampling_params.n if request.sampling_params.HasField("n") else 1
+        choices = min(max(1, choices), CHOICES_MAX)  # any other n is refused by the gateway
         deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else None
-        self._core = ClientCore(
-            channels.endpoints, max(1, choices), config, deadline_ms=deadline_ms
-        )
-        self._choices = [_ChoiceSoFar() for _ in range(max(1, choices))]
+        self._core = ClientCore(channels.endpoints, choices, config, deadline_ms=deadline_ms)
+        self._choices = [_ChoiceSoFar() for _ in range(choices)]
+        self._prompt_logprobs: list[results.TokenLogprob | None] = []
         self._finished: dict[int, results.Choice] = {}
         self._accepted: inference_pb2.Accepted | None = None
         self._reconnects = 0
@@ -117,11 +125,7 @@ class Driver:
         """
         if self._accepted is None or len(self._finished) < len(self._choices):
             raise ClientClosed("the stream was closed before its end")
-        completion = results.Completion(
-            request_id=self._accepted.request_id,
-            prompt_tokens=self._accepted.prompt_tokens,
-            choices=tuple(self._finished[index] for index in sorted(self._finished)),
-        )
+        completion = self._completion()
         late = [c for c in completion.choices if c.finish_reason == "deadline"]
         if late:
             raise DeadlineExceeded(late[0].message, completion)
@@ -251,6 +255,7 @@ class Driver:
                 for index, tokens in enumerate(opening.received)
             ],
             arrival_ms=self._accepted.arrival_ms,
+            prompt_logprobs=opening.scored,
         )
 
     async def _send_abort(self, abort: SendAbort) -> None:
@@ -269,7 +274,7 @@ class Driver:
 
     # ---- deliveries ------------------------------------------------------------------------
 
-    def _deliver(self, message: Accepted | Delta | Notice | Finished) -> None:
+    def _deliver(self, message: ToClient) -> None:
         """Make an event of a message; ``_raw`` is the response that it was read from."""
         now_s = time.perf_counter()
         match message:
@@ -281,6 +286,11 @@ class Driver:
                     prompt_tokens=message.prompt_tokens,
                     gateway=self._accepted.gateway,
                 )
+            case PromptDelta():
+                logprobs = wire.logprobs_from(self._raw.prompt.logprobs)
+                first = () if self._prompt_logprobs else (None,)
+                self._prompt_logprobs += (*first, *logprobs)
+                event = results.PromptDelta(position=message.position, logprobs=logprobs)
             case Delta():
                 choice, chunk = self._choices[message.choice], self._raw.chunk
                 token_ids = tuple(chunk.token_ids)
@@ -322,6 +332,11 @@ class Driver:
             message=message.message,
             matched_stop=matched,
             logprobs=tuple(so_far.logprobs),
+            usage=results.Usage(
+                prompt_tokens=complete.prompt_tokens,
+                cached_tokens=complete.cached_tokens,
+                completion_tokens=len(so_far.token_ids),
+            ),
             swaps=wire.swaps_from(complete.swap_stats),
             timings=self._timings(
                 so_far,
@@ -344,13 +359,21 @@ class Driver:
                     message=why,
                     matched_stop=None,
                     logprobs=tuple(so_far.logprobs),
+                    usage=results.Usage(
+                        prompt_tokens=0 if accepted is None else accepted.prompt_tokens,
+                        completion_tokens=len(so_far.token_ids),
+                    ),
                     swaps=results.SwapStats(),
                     timings=self._timings(so_far, now_s),
                 )
+        return self._completion()
+
+    def _completion(self) -> results.Completion:
+        """Of the choices that have ended."""
         return results.Completion(
             request_id=self.request_id,
-            prompt_tokens=0 if accepted is None else accepted.prompt_tokens,
             choices=tuple(self._finished[index] for index in sorted(self._finished)),
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
     def _timings(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from deepinfer.client.errors import InvalidRequest
 from deepinfer.proto import inference_pb2
 from deepinfer.proto.fields import SAMPLING_SCALARS
@@ -16,6 +18,8 @@ class Options(TypedDict, total=False):
     ``deadline_s`` counts from the request's arrival; then it ends with ``DeadlineExceeded``.
     ``exact`` keeps the request out of steps of reduced weight precision: there are none so far.
     ``priority`` reaches the controller, which goes by arrival and does not look at it so far.
+    ``logprobs`` and ``prompt_logprobs`` say how many alternatives come beside each token's own
+    log-probability. ``logit_bias`` maps token ids to what is added to their logits, -100 to 100.
     """
 
     temperature: float
@@ -34,6 +38,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     n: int
     logprobs: int | None
+    prompt_logprobs: int | None
+    logit_bias: Mapping[int, float]
     seed: int | None
     model: str
     priority: int
@@ -45,6 +51,15 @@ class Options(TypedDict, total=False):
 Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
+_UINT32 = "whole numbers from 0 to 2**32 - 1"
+_KINDS = {
+    FieldDescriptor.TYPE_STRING: "Unicode text (a lone surrogate is none)",
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_INT32: "a whole number from -2**31 to 2**31 - 1",
+    FieldDescriptor.TYPE_INT64: "a whole number from -2**63 to 2**63 - 1",
+    FieldDescriptor.TYPE_UINT32: "a whole number from 0 to 2**32 - 1",
+}
 _PLAIN = frozenset({"model", "priority", "exact", "include_events"})
 
 
@@ -70,10 +85,12 @@ def build_request(prompt: Prompt, options: Options) -> inference_pb2.GenerateReq
             _extend(request.sampling_params.stop, "stop", stops)
         elif name == "stop_token_ids":
             _extend(request.sampling_params.stop_token_ids, name, value)
+        elif name == "logit_bias":
+            _bias(request.sampling_params.logit_bias, value)
         elif name == "deadline_s":
             if not isinstance(value, int | float) or not 0.0 < value < float("inf"):
                 raise _invalid("deadline_s", value, "a number of seconds above 0")
-            request.deadline_ms = max(1, round(value * 1000))
+            _set(request, "deadline_ms", max(1, round(value * 1000)))
         else:
             allowed = ", ".join(sorted(Options.__annotations__))
             raise TypeError(f"unknown option {name!r}; known are {allowed}")
@@ -84,9 +101,10 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
         _set(request, "text", prompt)
         return
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise _invalid("prompt", prompt, "text, a list of token ids, or a list of messages")
-    if prompt and all(isinstance(message, Mapping) for message in prompt):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not prompt:
+        allowed = "text, a list of token ids, or a list of messages, and not an empty list"
+        raise _invalid("prompt", prompt, allowed)
+    if all(isinstance(message, Mapping) for message in prompt):
         for position, message in enumerate(prompt):
             if set(message) != {"role", "content"}:
                 raise _invalid(f"messages[{position}]", dict(message), "of role and content")
@@ -102,14 +120,36 @@ def _set(message: Any, name: str, value: object) -> None:
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise _invalid(name, value, f"a value of its field ({error})") from error
+        kind = message.DESCRIPTOR.fields_by_name[name].type
+        raise _invalid(name, value, _KINDS[kind]) from error
 
 
 def _extend(repeated: Any, name: str, values: Any) -> None:
+    allowed = "a list of strings of Unicode text" if name == "stop" else f"a list of {_UINT32}"
+    try:
+        values = list(values)
+    except TypeError as error:
+        raise _invalid(name, values, allowed) from error
     try:
         repeated.extend(values)
-    except (TypeError, ValueError) as error:
-        raise _invalid(name, values, f"values of their field ({error})") from error
+    except (TypeError, ValueError):
+        for position, value in enumerate(values):
+            try:
+                repeated.append(value)
+            except (TypeError, ValueError) as error:
+                raise _invalid(f"{name}[{position}]", value, f"one of {allowed}") from error
+        raise
+
+
+def _bias(target: Any, bias: object) -> None:
+    if not isinstance(bias, Mapping):
+        raise _invalid("logit_bias", bias, "a mapping of token ids to numbers")
+    for token_id, value in bias.items():
+        try:
+            target[token_id] = value
+        except (TypeError, ValueError) as error:
+            shown = {token_id: value}
+            raise _invalid("logit_bias", shown, "of token ids to numbers") from error
 
 
 def _invalid(name: str, value: object, allowed: str) -> InvalidRequest:

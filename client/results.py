@@ -18,6 +18,21 @@ class TokenLogprob(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How many tokens a choice, or a request, has taken."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt's: found in a worker's prefix cache instead of computed."""
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapStats:
     """What swapping did to one choice, as its gateway saw it."""
 
@@ -71,6 +86,7 @@ class Choice:
     """The stop string or stop token that ended it."""
     logprobs: tuple[TokenLogprob, ...]
     """One for each token if they were asked for; otherwise empty."""
+    usage: Usage
     swaps: SwapStats
     timings: Timings
 
@@ -80,8 +96,9 @@ class Completion:
     """A finished request. The properties are those of its first choice."""
 
     request_id: str
-    prompt_tokens: int
     choices: tuple[Choice, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """If they were asked for, one for each prompt token: None for the first, which follows none."""
 
     @property
     def text(self) -> str:
@@ -104,9 +121,23 @@ class Completion:
         return self.choices[0].timings
 
     @property
+    def usage(self) -> Usage:
+        """The prompt's tokens once, and those of all choices."""
+        first = self.choices[0].usage
+        return Usage(
+            prompt_tokens=first.prompt_tokens,
+            cached_tokens=first.cached_tokens,
+            completion_tokens=sum(choice.usage.completion_tokens for choice in self.choices),
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.usage.prompt_tokens
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens of all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices)
+        return self.usage.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +148,15 @@ class Accepted:
     resume_key: str
     prompt_tokens: int
     gateway: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDelta:
+    """Log-probabilities of prompt tokens, each exactly once, in front of the first ``Delta``."""
+
+    position: int
+    """Of the first of them in the prompt; position 0 has none."""
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +194,13 @@ class Finished:
     text: str
     """The rest of the text, behind the last Delta's."""
 
+    @property
+    def usage(self) -> Usage:
+        """How many tokens the choice has taken."""
+        return self.choice.usage
 
-Event: TypeAlias = Accepted | Delta | Notice | Finished
+
+Event: TypeAlias = Accepted | PromptDelta | Delta | Notice | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

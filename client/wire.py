@@ -31,6 +31,7 @@ from deepinfer.kvstore.core.messages import (
     Finished,
     Notice,
     NoticeKind,
+    PromptDelta,
     ToClient,
 )
 from deepinfer.kvstore.core.requests import FinishReason, Token
@@ -76,6 +77,9 @@ def message_from(said: inference_pb2.GenerateResponse, request: RequestId) -> To
         case "chunk":
             chunk = said.chunk
             return Delta(chunk.index, chunk.position, tuple(map(Token, chunk.token_ids)))
+        case "prompt":
+            prompt = said.prompt
+            return PromptDelta(prompt.position, tuple(map(Token, prompt.logprobs.token_ids)))
         case "notice":
             return _notice_from(said.notice, request)
         case "complete":
@@ -83,7 +87,13 @@ def message_from(said: inference_pb2.GenerateResponse, request: RequestId) -> To
             reason = _REASONS.get(complete.finish_reason)
             if reason is None:
                 raise ProtocolError(f"finish_reason = {complete.finish_reason!r} is unknown")
-            return Finished(complete.index, reason, complete.completion_tokens, complete.message)
+            return Finished(
+                complete.index,
+                reason,
+                complete.completion_tokens,
+                complete.message,
+                complete.error_code,
+            )
         case other:
             raise ProtocolError(f"response = {other}: this client does not know it")
 

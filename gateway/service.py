@@ -37,10 +37,11 @@ from deepinfer.gateway.core.events import AbortRequest, Code, EndStream, StreamR
 from deepinfer.gateway.health import CHECK, Health, HealthService
 from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
+from deepinfer.gateway.logprobs import prompt_to
 from deepinfer.gateway.malformed import RefuseMalformed
 from deepinfer.gateway.shell import ClientStream, Shell, WorkerLink
 from deepinfer.kvstore.core.ids import RequestId
-from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
+from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, PromptDelta
 from deepinfer.kvstore.core.requests import InvalidRequestError, RequestRecord
 from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
 from deepinfer.proto.bearer import RequireToken
@@ -120,6 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             request.resume_key,
             claim=request.claim,
             received=received,
+            scored=request.prompt_logprobs,
             continues_text=ask.continues_text,
             include_events=ask.include_events,
         )
@@ -209,8 +211,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 return ask, build(ask)
             return ask, await asyncio.to_thread(build, ask)
         except InvalidRequestError as error:
+            self._shell.refused("invalid")
             await _abort_invalid(context, error)
         except UnknownModelError as error:
+            self._shell.refused("unknown_model")
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
 
     async def _write_all(self, stream: ClientStream, context: Context) -> None:
@@ -232,6 +236,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 text = stream.texts[delta.choice].push(tuple(t.id for t in delta.tokens))
                 logprobs = stream.record.sampling.logprobs is not None
                 return wire.delta_to(delta, text, logprobs=logprobs)
+            case PromptDelta() as prompt:
+                return prompt_to(prompt)
             case Notice() as notice:
                 return wire.notice_to(notice)
             case Finished() as finished:

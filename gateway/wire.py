@@ -12,6 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from deepinfer.gateway.core.events import ChoiceUsage
 from deepinfer.gateway.intake import Ask
+from deepinfer.gateway.logprobs import logprobs_to
 from deepinfer.kvstore.core.ids import (
     Incarnation,
     RequestId,
@@ -37,6 +38,7 @@ from deepinfer.kvstore.core.messages import (
     Reject,
     ReportReply,
     RequestLevel,
+    Scores,
     ToGateway,
     Tokens,
     ToWorker,
@@ -64,7 +66,12 @@ class LinkError(ValueError):
 def sampling_from(said: inference_pb2.SamplingParams) -> SamplingParams:
     """Read sampling parameters; what is unset takes its default."""
     given = {name: getattr(said, name) for name in SAMPLING_SCALARS if said.HasField(name)}
-    return SamplingParams(**given, stop=tuple(said.stop), stop_token_ids=tuple(said.stop_token_ids))
+    return SamplingParams(
+        **given,
+        stop=tuple(said.stop),
+        stop_token_ids=tuple(said.stop_token_ids),
+        logit_bias=tuple(sorted(said.logit_bias.items())),
+    )
 
 
 def ask_from(said: inference_pb2.GenerateRequest) -> Ask:
@@ -145,22 +152,8 @@ def delta_to(delta: Delta, text: str, *, logprobs: bool) -> inference_pb2.Genera
             index=delta.choice,
             position=delta.index,
             text=text,
-            output_logprobs=_logprobs_to(delta.tokens) if logprobs else None,
+            output_logprobs=logprobs_to(delta.tokens) if logprobs else None,
         )
-    )
-
-
-def _logprobs_to(tokens: Sequence[Token]) -> inference_pb2.OutputLogProbs:
-    return inference_pb2.OutputLogProbs(
-        token_ids=[token.id for token in tokens],
-        token_logprobs=[float("nan") if t.logprob is None else t.logprob for t in tokens],
-        top_logprobs=[
-            inference_pb2.TopLogProbs(
-                token_ids=[token_id for token_id, _ in token.top],
-                values=[value for _, value in token.top],
-            )
-            for token in tokens
-        ],
     )
 
 
@@ -194,10 +187,12 @@ def finished_to(
     complete = inference_pb2.GenerateComplete(
         finish_reason=finished.reason.value,
         prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         index=finished.choice,
         text=text,
         message=finished.message,
+        error_code=finished.code,
         swap_stats=inference_pb2.SwapStats(
             swaps=usage.swaps,
             resumes=usage.resumes,
@@ -266,11 +261,20 @@ def from_worker(said: link_pb2.FromWorker, worker: WorkerRef) -> ToGateway:
                 tokens.index,
                 tuple(map(_token_from, tokens.tokens)),
                 _FINISH_NAMES[finish] if finish else None,
+                tokens.cached,
+            )
+        case "scores":
+            scores = said.scores
+            return Scores(
+                seq_from(scores.seq),
+                run_from(scores.run),
+                scores.position,
+                tuple(map(_token_from, scores.tokens)),
             )
         case "notice":
             return _notice_from(said.notice, worker)
         case other:
-            raise LinkError(f"message = {other}: must be attach, tokens or notice")
+            raise LinkError(f"message = {other}: must be attach, scores, tokens or notice")
 
 
 def _token_from(said: link_pb2.LinkToken) -> Token:
@@ -321,7 +325,11 @@ def to_worker(message: ToWorker) -> link_pb2.ToWorker:
         case Attached():
             return link_pb2.ToWorker(
                 attached=link_pb2.Attached(
-                    seq=seq, run=run, record=record_to(message.record), tokens=message.tokens
+                    seq=seq,
+                    run=run,
+                    record=record_to(message.record),
+                    tokens=message.tokens,
+                    scored=message.scored,
                 )
             )
         case AttachRefused():
@@ -332,7 +340,11 @@ def to_worker(message: ToWorker) -> link_pb2.ToWorker:
         case Ack():
             return link_pb2.ToWorker(
                 ack=link_pb2.Ack(
-                    seq=seq, run=run, next_index=message.next_index, finished=message.finished
+                    seq=seq,
+                    run=run,
+                    next_index=message.next_index,
+                    finished=message.finished,
+                    scored=message.scored,
                 )
             )
         case Drop():
@@ -342,7 +354,9 @@ def to_worker(message: ToWorker) -> link_pb2.ToWorker:
 def record_to(record: RequestRecord) -> link_pb2.RequestRecord:
     """Write a record for the worker that runs it: every sampling field set."""
     sampling = inference_pb2.SamplingParams(
-        stop=record.sampling.stop, stop_token_ids=record.sampling.stop_token_ids
+        stop=record.sampling.stop,
+        stop_token_ids=record.sampling.stop_token_ids,
+        logit_bias=dict(record.sampling.logit_bias),
     )
     for name in SAMPLING_SCALARS:
         value = getattr(record.sampling, name)

@@ -9,7 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos", "n", "logprobs", "seed", "include_stop_str_in_output")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed", "include_stop_str_in_output", "logit_bias")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -25,8 +32,10 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -42,9 +51,11 @@ class SamplingParams(_message.Message):
     ignore_eos: bool
     n: int
     logprobs: int
+    prompt_logprobs: int
     seed: int
     include_stop_str_in_output: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., seed: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ...) -> None: ...
+    logit_bias: _containers.ScalarMap[int, float]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., seed: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class TokenizedInput(_message.Message):
     __slots__ = ("original_text", "input_ids")
@@ -99,20 +110,22 @@ class ChoiceProgress(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("request_id", "resume_key", "claim", "request", "progress", "arrival_ms")
+    __slots__ = ("request_id", "resume_key", "claim", "request", "progress", "arrival_ms", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_KEY_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_key: str
     claim: int
     request: GenerateRequest
     progress: _containers.RepeatedCompositeFieldContainer[ChoiceProgress]
     arrival_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., resume_key: _Optional[str] = ..., claim: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., progress: _Optional[_Iterable[_Union[ChoiceProgress, _Mapping]]] = ..., arrival_ms: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, request_id: _Optional[str] = ..., resume_key: _Optional[str] = ..., claim: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., progress: _Optional[_Iterable[_Union[ChoiceProgress, _Mapping]]] = ..., arrival_ms: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "resume_key", "prompt_tokens", "claim", "seed", "arrival_ms", "gateway")
@@ -163,6 +176,14 @@ class GenerateStreamChunk(_message.Message):
     text: str
     output_logprobs: OutputLogProbs
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., index: _Optional[int] = ..., position: _Optional[int] = ..., text: _Optional[str] = ..., output_logprobs: _Optional[_Union[OutputLogProbs, _Mapping]] = ...) -> None: ...
+
+class PromptChunk(_message.Message):
+    __slots__ = ("position", "logprobs")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    logprobs: OutputLogProbs
+    def __init__(self, position: _Optional[int] = ..., logprobs: _Optional[_Union[OutputLogProbs, _Mapping]] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("kind", "index", "worker", "store", "blocks", "payload_bytes", "copy_us", "run_epoch", "run_counter", "number")
@@ -223,7 +244,7 @@ class SwapStats(_message.Message):
     def __init__(self, swaps: _Optional[int] = ..., resumes: _Optional[int] = ..., recomputes: _Optional[int] = ..., failed: _Optional[int] = ..., offload_bytes: _Optional[int] = ..., offload_us: _Optional[int] = ..., reload_us: _Optional[int] = ..., stall_us: _Optional[int] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us")
+    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us", "cached_tokens", "error_code")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +256,8 @@ class GenerateComplete(_message.Message):
     SWAP_STATS_FIELD_NUMBER: _ClassVar[int]
     TTFT_US_FIELD_NUMBER: _ClassVar[int]
     TPOT_US_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
@@ -246,19 +269,23 @@ class GenerateComplete(_message.Message):
     swap_stats: SwapStats
     ttft_us: int
     tpot_us: int
-    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    error_code: str
+    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., error_code: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("accepted", "chunk", "notice", "complete")
+    __slots__ = ("accepted", "chunk", "notice", "complete", "prompt")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     chunk: GenerateStreamChunk
     notice: Notice
     complete: GenerateComplete
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateStreamChunk, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., complete: _Optional[_Union[GenerateComplete, _Mapping]] = ...) -> None: ...
+    prompt: PromptChunk
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateStreamChunk, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., complete: _Optional[_Union[GenerateComplete, _Mapping]] = ..., prompt: _Optional[_Union[PromptChunk, _Mapping]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "resume_key", "claim", "n")

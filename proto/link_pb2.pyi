@@ -36,18 +36,32 @@ class LinkToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("seq", "run", "index", "tokens", "finish_reason")
+    __slots__ = ("seq", "run", "index", "tokens", "finish_reason", "cached")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     seq: _ids_pb2.Seq
     run: _ids_pb2.Run
     index: int
     tokens: _containers.RepeatedCompositeFieldContainer[LinkToken]
     finish_reason: str
-    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[LinkToken, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    cached: int
+    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[LinkToken, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., cached: _Optional[int] = ...) -> None: ...
+
+class Scores(_message.Message):
+    __slots__ = ("seq", "run", "position", "tokens")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    seq: _ids_pb2.Seq
+    run: _ids_pb2.Run
+    position: int
+    tokens: _containers.RepeatedCompositeFieldContainer[LinkToken]
+    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[LinkToken, _Mapping]]] = ...) -> None: ...
 
 class LinkNotice(_message.Message):
     __slots__ = ("seq", "notice")
@@ -58,16 +72,18 @@ class LinkNotice(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., notice: _Optional[_Union[_inference_pb2.Notice, _Mapping]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "attach", "tokens", "notice")
+    __slots__ = ("hello", "attach", "tokens", "notice", "scores")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     attach: Attach
     tokens: Tokens
     notice: LinkNotice
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., notice: _Optional[_Union[LinkNotice, _Mapping]] = ...) -> None: ...
+    scores: Scores
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., notice: _Optional[_Union[LinkNotice, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "sampling_params", "arrival_ms", "seed", "priority", "deadline_ms", "exact", "stop_token_ids")
@@ -92,16 +108,18 @@ class RequestRecord(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., arrival_ms: _Optional[int] = ..., seed: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., exact: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("seq", "run", "record", "tokens")
+    __slots__ = ("seq", "run", "record", "tokens", "scored")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
     seq: _ids_pb2.Seq
     run: _ids_pb2.Run
     record: RequestRecord
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., record: _Optional[_Union[RequestRecord, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    scored: int
+    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., record: _Optional[_Union[RequestRecord, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., scored: _Optional[int] = ...) -> None: ...
 
 class AttachRefused(_message.Message):
     __slots__ = ("seq", "run", "highest")
@@ -114,16 +132,18 @@ class AttachRefused(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., highest: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("seq", "run", "next_index", "finished")
+    __slots__ = ("seq", "run", "next_index", "finished", "scored")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
     seq: _ids_pb2.Seq
     run: _ids_pb2.Run
     next_index: int
     finished: bool
-    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., next_index: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+    scored: int
+    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., next_index: _Optional[int] = ..., finished: _Optional[bool] = ..., scored: _Optional[int] = ...) -> None: ...
 
 class Drop(_message.Message):
     __slots__ = ("seq", "run")

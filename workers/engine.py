@@ -12,11 +12,11 @@ import torch
 
 from deepinfer.kvstore.core.ids import Seq
 from deepinfer.kvstore.core.requests import Token
-from deepinfer.workers.core.events import Chunk, StepDone, StepOutput, StepPlan
+from deepinfer.workers.core.events import Chunk, StepDone, StepOutput, StepPlan, StepScores
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.model.config import ModelConfig
-from deepinfer.workers.model.runner import SequenceSlice
-from deepinfer.workers.sampler import SampleRow
+from deepinfer.workers.model.runner import SequenceSlice, Visit
+from deepinfer.workers.sampler import SampleRow, score
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,10 @@ class Runner(Protocol):
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor: ...
 
+    def forward_and_score(
+        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit
+    ) -> torch.Tensor: ...
+
 
 class Engine:
     """One model on one device. ``run`` blocks; only one thread may call it."""
@@ -62,13 +66,45 @@ class Engine:
         sane = [chunk for chunk in plan.chunks if self._computable(chunk)]
         failed = [chunk.seq for chunk in plan.chunks if not self._computable(chunk)]
         outputs: tuple[StepOutput, ...] = ()
+        scores: tuple[StepScores, ...] = ()
         if sane:
-            logits = self._runner.forward(
-                [SequenceSlice(c.token_ids, c.start, c.block_table, c.sample) for c in sane]
-            )
+            slices = [SequenceSlice(c.token_ids, c.start, c.block_table, c.sample) for c in sane]
+            if any(chunk.score_ids for chunk in sane):
+                logits, scores = self._score(slices, sane, failed)
+            else:
+                logits = self._runner.forward(slices)
             self._hit(sane)
             outputs = self._sample(logits, [c for c in sane if c.sample], failed)
-        return StepDone(plan.step, outputs, tuple(failed))
+        return StepDone(plan.step, outputs, tuple(failed), scores)
+
+    def _score(
+        self, slices: list[SequenceSlice], chunks: list[Chunk], failed: list[Seq]
+    ) -> tuple[torch.Tensor, tuple[StepScores, ...]]:
+        """Compute a step in which prompt tokens are scored; chunks without one go to ``failed``."""
+        scored: list[list[Token]] = [[] for _ in chunks]
+        rows = [
+            range(c.score_from - c.start, c.score_from - c.start + len(c.score_ids)) for c in chunks
+        ]
+
+        def visit(index: int, first: int, logits: torch.Tensor) -> None:
+            chunk = chunks[index]
+            begin = first - rows[index].start
+            targets = chunk.score_ids[begin : begin + logits.shape[0]]
+            count = chunk.record.sampling.prompt_logprobs or 0
+            if chunk.seq in failed:
+                return
+            try:
+                scored[index] += score(logits, targets, count)
+            except ValueError as error:
+                log.warning("%s: its prompt cannot be scored: %s", chunk.seq, error)
+                failed.append(chunk.seq)
+
+        logits = self._runner.forward_and_score(slices, rows, visit)
+        return logits, tuple(
+            StepScores(chunk.seq, chunk.run, tuple(tokens))
+            for chunk, tokens in zip(chunks, scored, strict=True)
+            if chunk.score_ids and chunk.seq not in failed
+        )
 
     def _sample(
         self, logits: torch.Tensor, chunks: list[Chunk], failed: list[Seq]

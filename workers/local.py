@@ -19,7 +19,15 @@ from deepinfer.kvstore.core.ids import (
     WorkerId,
     WorkerRef,
 )
-from deepinfer.kvstore.core.messages import Ack, Admit, Attach, Attached, ToGateway, Tokens
+from deepinfer.kvstore.core.messages import (
+    Ack,
+    Admit,
+    Attach,
+    Attached,
+    Scores,
+    ToGateway,
+    Tokens,
+)
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, SamplingParams, Token
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.core import WorkerCore
@@ -53,6 +61,8 @@ class Completion:
     record: RequestRecord
     choice: int
     tokens: list[Token] = field(default_factory=list)
+    scores: list[Token] = field(default_factory=list)
+    """The prompt's tokens from the second on with their log-probabilities, if asked for."""
     finish: FinishReason | None = None
 
     @property
@@ -178,15 +188,24 @@ class LocalEngine:
     def _hear(self, message: ToGateway) -> None:
         completion = self.completions[message.seq]
         if isinstance(message, Attach):
-            held = tuple(completion.token_ids)
-            attached = Attached(message.seq, message.run, completion.record, held)
+            held, scored = tuple(completion.token_ids), len(completion.scores)
+            attached = Attached(message.seq, message.run, completion.record, held, scored)
             self.feed(FromGateway(GATEWAY, attached))
+        elif isinstance(message, Scores):
+            known = len(completion.scores) - (message.position - 1)
+            completion.scores += message.tokens[known:]
+            self._acknowledge(completion, message)
         elif isinstance(message, Tokens):
             known = len(completion.tokens) - message.index
             completion.tokens += message.tokens[known:]
             completion.finish = message.finish
-            held_count, finished = len(completion.tokens), message.finish is not None
-            self.feed(FromGateway(GATEWAY, Ack(message.seq, message.run, held_count, finished)))
+            self._acknowledge(completion, message)
+
+    def _acknowledge(self, completion: Completion, message: Scores | Tokens) -> None:
+        held, finished = len(completion.tokens), completion.finish is not None
+        scored = len(completion.scores)
+        ack = Ack(message.seq, message.run, held, finished, scored)
+        self.feed(FromGateway(GATEWAY, ack))
 
     def _blocks(self, completion: Completion) -> int:
         record = completion.record

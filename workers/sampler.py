@@ -5,9 +5,10 @@ nothing else: not on the batch around it, the order of rows, the device, or how 
 retried. So a sequence that is moved, swapped or recomputed goes on with the same tokens, given
 the same logits. Every comparison that can tie is settled by the lowest id.
 
-The order of steps is vLLM's: stop ids masked until ``min_tokens``, penalties, temperature, min-p,
-top-k, top-p, draw. Log-probabilities are those of the raw logits, before any of that (vLLM's
-default, ``raw_logprobs``): they say what the model believes, comparable between requests.
+The order of steps is vLLM's: logit bias, stop ids masked until ``min_tokens``, penalties,
+temperature, min-p, top-k, top-p, draw. Log-probabilities are those of the raw logits, before any
+of that (vLLM's default, ``raw_logprobs``): they say what the model believes, comparable between
+requests.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class SampleRow:
     def is_plain_greedy(self) -> bool:
         """Whether the answer is simply the id of the largest logit."""
         p = self.params
-        return (
-            p.temperature == 0.0
-            and p.logprobs is None
-            and not self.must_go_on
-            and not self.has_penalties
-        )
+        return p.temperature == 0.0 and p.logprobs is None and not self.is_adjusted
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether its logits are changed before anything is chosen."""
+        return bool(self.params.logit_bias) or self.must_go_on or self.has_penalties
 
     @property
     def must_go_on(self) -> bool:
@@ -113,6 +114,24 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Token]:
     ]
 
 
+def score(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[Token]:
+    """Say how likely each row held the token that follows it, and the ``count`` likeliest ones.
+
+    ``logits`` float32 [rows, vocab]; ``token_ids`` [rows]. Each row's numbers are those that
+    ``sample`` gives for the same logits. Raises :class:`LogitsError` for rows that hold NaN or +inf
+    or nothing finite, and ValueError for an id outside the vocabulary.
+    """
+    rows = logits.detach().cpu().numpy()
+    _checked(token_ids, rows.shape[1], "token_ids")
+    finite = np.isfinite(rows.max(axis=1))
+    if not finite.all():
+        raise LogitsError(np.flatnonzero(~finite).tolist())
+    return [
+        _with_logprobs(row.astype(np.float64), token_id, count)
+        for row, token_id in zip(rows, token_ids, strict=True)
+    ]
+
+
 def _draws(rows: Sequence[SampleRow]) -> _Floats:
     """Return each row's number of [0, 1): float64 [rows]."""
     if all(row.params.temperature == 0.0 for row in rows):
@@ -139,11 +158,14 @@ def _sample_row(raw: npt.NDArray[np.float32], row: SampleRow, draw: float, i: in
 
 
 def _adjust(logits: _Floats, row: SampleRow, i: int) -> _Floats:
-    """Apply the min-tokens mask and the penalties; float64 [vocab], a copy if anything changes."""
+    """Apply bias, min-tokens mask and penalties; float64 [vocab], a copy if anything changes."""
     params = row.params
-    if not (row.must_go_on or row.has_penalties):
+    if not row.is_adjusted:
         return logits
     logits = logits.copy()
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        logits[_checked(ids, logits.size, "logit_bias")] += np.array(biases)
     if row.must_go_on:
         logits[_checked(row.stop_token_ids, logits.size, "stop_token_ids")] = -np.inf
         if not np.isfinite(logits.max()):

@@ -19,6 +19,7 @@ from deepinfer.kvstore.core.messages import (
     Notice,
     ReportReply,
     ResidentLevel,
+    Scores,
     ToGateway,
     Tokens,
     ToWorker,
@@ -87,7 +88,13 @@ def to_gateway(message: ToGateway) -> link_pb2.FromWorker:
                     index=message.index,
                     tokens=map(_token_to, message.tokens),
                     finish_reason="" if message.finish is None else message.finish.value,
+                    cached=message.cached,
                 )
+            )
+        case Scores():
+            tokens = map(_token_to, message.tokens)
+            return link_pb2.FromWorker(
+                scores=link_pb2.Scores(seq=seq, run=run, position=message.position, tokens=tokens)
             )
         case Notice():
             notice = _notice_to(message)
@@ -128,6 +135,7 @@ def from_gateway(said: link_pb2.ToWorker) -> ToWorker:
                 run_from(attached.run),
                 record_from(attached.record),
                 tuple(attached.tokens),
+                attached.scored,
             )
         case "refused":
             refused = said.refused
@@ -135,7 +143,8 @@ def from_gateway(said: link_pb2.ToWorker) -> ToWorker:
             return AttachRefused(seq_from(refused.seq), run_from(refused.run), highest)
         case "ack":
             ack = said.ack
-            return Ack(seq_from(ack.seq), run_from(ack.run), ack.next_index, ack.finished)
+            seq, run = seq_from(ack.seq), run_from(ack.run)
+            return Ack(seq, run, ack.next_index, ack.finished, ack.scored)
         case "drop":
             return Drop(seq_from(said.drop.seq), run_from(said.drop.run))
         case other:
@@ -150,7 +159,10 @@ def record_from(said: link_pb2.RequestRecord) -> RequestRecord:
         request=RequestId(said.request_id),
         prompt_ids=tuple(said.prompt_ids),
         sampling=SamplingParams(
-            **given, stop=tuple(params.stop), stop_token_ids=tuple(params.stop_token_ids)
+            **given,
+            stop=tuple(params.stop),
+            stop_token_ids=tuple(params.stop_token_ids),
+            logit_bias=tuple(sorted(params.logit_bias.items())),
         ),
         arrival_ms=said.arrival_ms,
         seed=said.seed,

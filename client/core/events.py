@@ -80,6 +80,8 @@ class OpenResume(NamedTuple):
     claim: int
     received: tuple[tuple[int, ...], ...]
     """The token ids that the client has, for each choice in order."""
+    scored: int = 0
+    """How many prompt tokens' log-probabilities the client has."""
 
 
 class CloseStream(NamedTuple):

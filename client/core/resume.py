@@ -29,7 +29,14 @@ from deepinfer.client.core.events import (
     Wait,
 )
 from deepinfer.kvstore.core.ids import RequestId, Run
-from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, ToClient
+from deepinfer.kvstore.core.messages import (
+    Accepted,
+    Delta,
+    Finished,
+    Notice,
+    PromptDelta,
+    ToClient,
+)
 from deepinfer.kvstore.core.requests import FinishReason
 
 _FINAL = {
@@ -105,7 +112,11 @@ class ClientCore:
         self._endpoints = endpoints
         self._endpoint = 0
         self._tokens: list[list[int]] = [[] for _ in range(choices)]
+        self._scored = 0
+        """Prompt tokens' log-probabilities received, from the second token on."""
         self._finishes: list[FinishReason | None] = [None] * choices
+        self._refusal: Finished | None = None
+        """The first end of a choice with an error."""
         self._notices: dict[tuple[int, Run], int] = {}
         self._accepted: Accepted | None = None
         self._attempt = 0
@@ -189,6 +200,7 @@ class ClientCore:
                     self._accepted.resume_key,
                     self._attempt,
                     tuple(tuple(tokens) for tokens in self._tokens),
+                    self._scored,
                 )
             )
         self._wait(now_ms + self.config.accept_timeout_ms)
@@ -246,11 +258,8 @@ class ClientCore:
 
     def _ended(self, end: StreamEnded, now_ms: int) -> None:
         code, detail = end.code, end.detail
-        finished = all(finish is not None for finish in self._finishes)
         refused = end.untrusted or code == "RESOURCE_EXHAUSTED"
-        if code == "OK" and finished:
-            self._fail(Failure.FAILED, "INTERNAL", "the request ended with an error")
-        elif refused and self._accepted is None:  # another endpoint may do better
+        if refused and self._accepted is None:  # another endpoint may do better
             self._refusing.add(self._endpoint)
             if len(self._refusing) == len(self._endpoints):
                 kind = Failure.UNTRUSTED if end.untrusted else Failure.EXHAUSTED
@@ -281,6 +290,8 @@ class ClientCore:
                         self._send_abort()
                 elif message.request != self._accepted.request:
                     self._contradiction(f"{message.request} answers for another request", now_ms)
+            case PromptDelta():
+                self._prompt_delta(message, now_ms)
             case Delta():
                 self._delta(message, now_ms)
             case Notice():
@@ -305,6 +316,21 @@ class ClientCore:
 
     def _choice_is_known(self, choice: int) -> bool:
         return self._accepted is not None and 0 <= choice < len(self._tokens)
+
+    def _prompt_delta(self, delta: PromptDelta, now_ms: int) -> None:
+        start, end = delta.position - 1, delta.position - 1 + len(delta.tokens)
+        if start >= 0 and end <= self._scored:
+            return  # nothing new
+        if start != self._scored or self._accepted is None:
+            self._contradiction(
+                f"log-probabilities of the prompt from position {delta.position} on do not "
+                f"continue the {self._scored} received",
+                now_ms,
+            )
+            return
+        self._progressed(now_ms)
+        self._scored = end
+        self._effects.append(Deliver(delta))
 
     def _delta(self, delta: Delta, now_ms: int) -> None:
         choice, start = delta.choice, delta.index
@@ -342,10 +368,17 @@ class ClientCore:
         self._progressed(now_ms)
         self._finishes[choice] = message.reason
         self._effects.append(Deliver(message))
-        # An error's own status comes with the end of the stream.
-        if None not in self._finishes and FinishReason.ERROR not in self._finishes:
+        if message.reason is FinishReason.ERROR and self._refusal is None:
+            self._refusal = message
+        if None in self._finishes:
+            return
+        self._close_stream()
+        if self._refusal is None:
             self._over = True
-            self._effects += [CloseStream(self._attempt), Succeed()]
+            self._effects.append(Succeed())
+        else:
+            code = self._refusal.code or "INTERNAL"
+            self._fail(_FINAL.get(code, Failure.FAILED), code, self._refusal.message)
 
     # ---- aborting -------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ class _Told:
     kv: int
     """The KV behind the last token."""
     tokens: list[int] = field(default_factory=list)
+    scored: int = 0
+    """Prompt tokens whose log-probabilities it has."""
     run: int = 0
     finish: FinishReason | None = None
 
@@ -97,6 +99,21 @@ class History:
             if name == client:
                 told.run = 0
 
+    def scored(self, client: str, seq: Seq, position: int, tokens: tuple[Token, ...]) -> None:
+        """The client's caller got the log-probabilities of prompt tokens from ``position`` on."""
+        told, record = self._known(client, seq), self._records[seq.request]
+        if position != told.scored + 1 or told.tokens:
+            raise ViolationError(
+                f"{client}: {seq} got log-probabilities from position {position} on,"
+                f" behind {told.scored} of them and {len(told.tokens)} tokens"
+            )
+        told.scored += len(tokens)
+        behind = kv_of(record.prompt_ids)
+        for place, token in enumerate(tokens, position):
+            context, _ = evidence(behind[place - 1], Run(0, 0))
+            if (token.id, token.logprob) != (record.prompt_ids[place], context):
+                raise ViolationError(f"{client}: {seq} position {place} of the prompt has {token}")
+
     def delivered(self, client: str, seq: Seq, index: int, tokens: tuple[Token, ...]) -> None:
         """The client's caller got ``tokens`` from position ``index`` on."""
         told = self._known(client, seq)
@@ -106,9 +123,18 @@ class History:
             raise ViolationError(
                 f"{client}: {seq} got position {index} when {len(told.tokens)} was due"
             )
+        record = self._records[seq.request]
+        if told.scored != record.scores_due(seq.choice):
+            raise ViolationError(
+                f"{client}: {seq} got tokens before its prompt's log-probabilities"
+            )
         for token in tokens:
             if self._ended(seq, told.tokens) is not None:
                 raise ViolationError(f"{client}: {seq} goes on behind its end: {told.tokens}")
+            if token.logprob is None and record.sampling.logprobs is not None:
+                raise ViolationError(
+                    f"{client}: {seq} token {len(told.tokens)} lacks its log-probability"
+                )
             if token.logprob is not None:
                 self._check_origin(client, seq, told, token)
             told.tokens.append(token.id)

@@ -28,7 +28,7 @@ from deepinfer.deploy.sim.network import Stream
 from deepinfer.deploy.sim.plan import FINISH_MS, ClientPlan
 from deepinfer.gateway.core.events import EndStream
 from deepinfer.kvstore.core.ids import RequestId, Seq, StreamId
-from deepinfer.kvstore.core.messages import Accepted, Delta, Finished
+from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, PromptDelta
 from deepinfer.kvstore.core.requests import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class ClientHost(Host):
             min_tokens=plan.min_tokens,
             n=plan.choices,
             stop=("stop",) if plan.stop_pair is not None else (),
+            logprobs=0 if plan.seed % 5 < 3 else None,
+            prompt_logprobs=0 if plan.seed % 3 == 0 else None,
         )
         self.wants_notices = plan.seed % 2 == 0
         self.at_gateway: dict[Stream, StreamId] = {}
@@ -194,6 +196,9 @@ class ClientHost(Host):
             if self.request is not None and self.request != message.request:
                 raise ViolationError(f"{self.name}: accepted as {self.request}, {message.request}")
             self.request = message.request
+        elif isinstance(message, PromptDelta):
+            assert self.request is not None, message
+            history.scored(self.name, Seq(self.request, 0), message.position, message.tokens)
         elif isinstance(message, Delta):
             assert self.request is not None, message
             seq = Seq(self.request, message.choice)
@@ -225,8 +230,6 @@ class ClientHost(Host):
         excused = {
             Failure.ABORTED: self.aborted,
             Failure.EXHAUSTED: self.world.may_refuse(self.plan) or self.request is None,
-            # One choice's refusal arrived, and the stream broke before its status did.
-            Failure.FAILED: self.world.may_refuse(self.plan),
             Failure.UNAVAILABLE: self.request is None,
         }
         if not excused.get(effect.failure, False):

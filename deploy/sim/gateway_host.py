@@ -116,7 +116,9 @@ class GatewayHost(Reporter):
             first = self.world.history.record(asked.request)
             record = dataclasses.replace(first, arrival_ms=min(first.arrival_ms, self.now_ms))
             key, claim, received = asked.resume_key, asked.claim, asked.received
-            self.drive(Resume(name, record, key, claim, received, client.wants_notices))
+            self.drive(
+                Resume(name, record, key, claim, received, client.wants_notices, asked.scored)
+            )
         else:
             record = self._mint(client)
             key = resume_key(record.request)

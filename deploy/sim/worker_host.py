@@ -49,6 +49,7 @@ from deepinfer.workers.core.events import (
     StepDone,
     StepOutput,
     StepPlan,
+    StepScores,
     StoreGone,
     Tick,
 )
@@ -187,12 +188,23 @@ class WorkerHost(Reporter):
             self._check_reads(chunk, kv)
             for position in range(chunk.start, len(kv)):
                 self.pool[chunk.block_table[position // size]][position % size] = kv[position]
-        outputs = []
+        outputs, scores = [], []
         for chunk, kv in zip(plan.chunks, contexts, strict=True):
             self._check_reads(chunk, kv)
             if chunk.sample:
                 outputs.append(StepOutput(chunk.seq, chunk.run, self._sample(chunk, kv[-1])))
-        self.drive(StepDone(plan.step, tuple(outputs)))
+            if chunk.score_ids:
+                scores.append(StepScores(chunk.seq, chunk.run, self._score(chunk, kv)))
+        self.drive(StepDone(plan.step, tuple(outputs), (), tuple(scores)))
+
+    def _score(self, chunk: Chunk, kv: list[int]) -> tuple[Token, ...]:
+        if not chunk.start <= chunk.score_from <= len(kv) - len(chunk.score_ids):
+            raise ViolationError(f"{self}: scores rows that it does not compute: {chunk}")
+        rows = kv[chunk.score_from :]
+        return tuple(
+            Token(token, *evidence(behind, chunk.run))
+            for token, behind in zip(chunk.score_ids, rows, strict=False)
+        )
 
     def _sample(self, chunk: Chunk, kv: int) -> Token:
         run, noise = chunk.run, 0

@@ -33,7 +33,8 @@ from deepinfer.gateway.core.events import (
 )
 from deepinfer.gateway.core.levels import Levels
 from deepinfer.gateway.core.measures import Measures
-from deepinfer.gateway.core.record import Choice, Entry, Taken, resume_refusal
+from deepinfer.gateway.core.record import Choice, Entry, resume_refusal
+from deepinfer.gateway.core.scores import Taken
 from deepinfer.gateway.core.streams import Streams
 from deepinfer.gateway.core.table import RequestTable
 from deepinfer.kvstore.core.ids import (
@@ -55,6 +56,7 @@ from deepinfer.kvstore.core.messages import (
     Notice,
     Reject,
     ReportReply,
+    Scores,
     Tokens,
     ToWorker,
 )
@@ -93,6 +95,8 @@ class GatewayCore:
                 self._ready(stream, now_ms)
             case FromWorker(worker, Attach() as message):
                 self._attach(worker, message, now_ms)
+            case FromWorker(worker, Scores() as message):
+                self._scores(worker, message, now_ms)
             case FromWorker(_, Notice() as message):
                 self._notice(message, now_ms)
             case Scanned(seq, tokens):
@@ -155,9 +159,13 @@ class GatewayCore:
 
     def _resume(self, event: Resume, now_ms: int) -> None:
         entry = self._table.get(event.record.request)
-        agrees = entry is not None and all(
-            choice.agrees_with(received)
-            for choice, received in zip(entry.choices, event.received, strict=False)
+        agrees = (
+            entry is not None
+            and entry.choices[0].scores.can_follow(event.scored)
+            and all(
+                choice.agrees_with(received)
+                for choice, received in zip(entry.choices, event.received, strict=False)
+            )
         )
         full = self._full(
             new_request=entry is None or (entry.ended and not agrees),
@@ -191,6 +199,7 @@ class GatewayCore:
         entry = Entry(event.record, event.resume_key, event.claim, None, self.measures)
         for choice, received in zip(entry.choices, event.received, strict=True):
             choice.hold(received, event.record)
+        entry.choices[0].scores.hold(event.scored, event.record.prompt_ids)
         if old is not None:
             for choice, before in zip(entry.choices, old.choices, strict=True):
                 choice.attached = before.attached
@@ -225,7 +234,10 @@ class GatewayCore:
 
     def _open(self, event: Generate | Resume, entry: Entry, cursors: list[int]) -> None:
         self._table.stream_opened(entry)
-        self._streams.open(event.stream, entry, cursors, include_events=event.include_events)
+        scored = event.scored if isinstance(event, Resume) else 0
+        self._streams.open(
+            event.stream, entry, cursors, scored=scored, include_events=event.include_events
+        )
 
     def _ready(self, stream: StreamId, now_ms: int) -> None:
         entry = self._streams.written(stream)
@@ -274,39 +286,74 @@ class GatewayCore:
             self._refuse(worker, attach, highest)
             return
         self.counters["attaches_total"] += 1
-        self._send(worker, Attached(choice.seq, attach.run, entry.record, choice.token_ids()))
+        scored = len(choice.scores.tokens)
+        self._send(
+            worker, Attached(choice.seq, attach.run, entry.record, choice.token_ids(), scored)
+        )
 
     def _refuse(self, worker: WorkerRef, attach: Attach, highest: Run | None) -> None:
         self.counters["attaches_refused_total"] += 1
         self._send(worker, AttachRefused(attach.seq, attach.run, highest))
 
-    def _tokens(self, worker: WorkerRef, said: Tokens, now_ms: int) -> None:
+    def _speaks(
+        self, worker: WorkerRef, said: Scores | Tokens, now_ms: int
+    ) -> tuple[Entry, Choice] | None:
+        """The record that is meant, if it is the attached run that speaks; others are told so."""
         found = self._table.choice(said.seq)
         if found is None:
             if not self._quiet(said.seq, now_ms):
                 self._send(worker, Drop(said.seq, said.run))
-            return
-        entry, choice = found
+            return None
+        choice = found[1]
         if choice.attached is None or said.run > choice.attached:
             # It has not attached here (or this gateway has restarted since): it will.
             self.counters["tokens_unattached_total"] += len(said.tokens)
-            return
+            return None
         if said.run < choice.attached or worker != choice.worker:
             self.counters["tokens_outdated_total"] += len(said.tokens)
             self._send(worker, Drop(said.seq, said.run))
+            return None
+        return found
+
+    def _acknowledge(self, worker: WorkerRef, choice: Choice, run: Run) -> None:
+        held, scored = len(choice.tokens), len(choice.scores.tokens)
+        self._send(worker, Ack(choice.seq, run, held, choice.finish is not None, scored))
+
+    def _contradicted(self, choice: Choice) -> None:
+        """What the run computes does not follow what is here. Another starts from the truth."""
+        self._drop_run(choice)
+        choice.worker = None
+        self._levels.touch(choice.seq)
+
+    def _scores(self, worker: WorkerRef, said: Scores, now_ms: int) -> None:
+        found = self._speaks(worker, said, now_ms)
+        if found is None:
             return
+        entry, choice = found
+        running = choice.finish is None
+        taken = choice.scores.take(said, entry.record.prompt_ids) if running else Taken.ENDED
+        if taken is Taken.CONTRADICTING:
+            self.counters[taken.value] += len(said.tokens)
+            self._contradicted(choice)
+            return
+        self._acknowledge(worker, choice, said.run)
+        if taken is Taken.ACCEPTED:
+            self._pump(entry, now_ms)
+
+    def _tokens(self, worker: WorkerRef, said: Tokens, now_ms: int) -> None:
+        found = self._speaks(worker, said, now_ms)
+        if found is None:
+            return
+        entry, choice = found
         held = len(choice.tokens)
         taken = choice.take(said, entry.record.sampling.max_tokens, now_ms)
         new = len(choice.tokens) - held
         self.counters["tokens_total"] += new
         self.counters[taken.value] += len(said.tokens) - new
         if taken is Taken.CONTRADICTING:
-            # What it computes does not follow what was sent. Another run starts from the truth.
-            self._drop_run(choice)
-            choice.worker = None
-            self._levels.touch(choice.seq)
+            self._contradicted(choice)
             return
-        self._send(worker, Ack(said.seq, said.run, len(choice.tokens), choice.finish is not None))
+        self._acknowledge(worker, choice, said.run)
         if taken is Taken.ACCEPTED:
             self._scan(choice)
             if choice.finish is not None:
@@ -438,7 +485,7 @@ class GatewayCore:
         for choice in entry.choices:
             if choice.finish is None:
                 self._drop_run(choice)
-                choice.end(FinishReason.ERROR, entry.message)
+                choice.end(FinishReason.ERROR, entry.message, entry.code.value)
                 self._choice_ended(entry, choice, now_ms)
         self._pump(entry, now_ms)
 

@@ -9,11 +9,11 @@ A choice's tokens and what is known of them::
 from __future__ import annotations
 
 import hmac
-from enum import Enum
 from itertools import islice
 
 from deepinfer.gateway.core.events import Code, Resume, Scan
 from deepinfer.gateway.core.measures import Measures
+from deepinfer.gateway.core.scores import PromptScores, Taken
 from deepinfer.gateway.core.usage import Meter
 from deepinfer.kvstore.core.ids import Run, Seq, StreamId, WorkerRef
 from deepinfer.kvstore.core.messages import RequestLevel, Tokens
@@ -25,33 +25,25 @@ _TOKEN_BYTES = 120
 _LOGPROB_BYTES = 90
 
 
-class Taken(Enum):
-    """What the exactly-once filter did with a ``Tokens`` message.
-
-    The values name the counters of tokens that were not added.
-    """
-
-    ACCEPTED = "tokens_repeated_total"
-    AFTER_GAP = "tokens_after_gap_dropped_total"
-    CONTRADICTING = "tokens_contradicting_dropped_total"
-    ENDED = "tokens_ended_dropped_total"
-
-
 class Choice:
     """One choice of a request: its tokens, who may add to them, and its end."""
 
     __slots__ = (
         "attached",
+        "cached",
         "finish",
+        "finish_code",
         "finish_message",
         "meter",
         "needs_scan",
         "reported_tokens",
         "scan_asked",
         "scanned",
+        "scores",
         "sent",
         "seq",
         "tokens",
+        "with_logprobs",
         "worker",
     )
 
@@ -64,6 +56,12 @@ class Choice:
         """Whose run that is; None while no run may speak."""
         self.finish: FinishReason | None = None
         self.finish_message = ""
+        self.finish_code = ""
+        """The status behind a refusal."""
+        self.scores = PromptScores(record.scores_due(seq.choice))
+        self.cached = 0
+        """Prompt tokens that the run of the first token found in a prefix cache."""
+        self.with_logprobs = record.sampling.logprobs is not None
         self.needs_scan = bool(record.sampling.stop)
         self.scan_asked = 0
         """Tokens handed out for scanning so far."""
@@ -90,8 +88,13 @@ class Choice:
         return tuple(token.id for token in self.tokens)
 
     def agrees_with(self, received: tuple[int, ...]) -> bool:
-        """Whether a client that has ``received`` can go on behind it here."""
+        """Whether a client that has ``received`` can go on behind it here.
+
+        Not if a token behind it came from another client without its log-probabilities.
+        """
         held = self.tokens
+        if self.with_logprobs and any(t.logprob is None for t in held[len(received) :]):
+            return False
         return len(received) <= len(held) and all(
             token.id == token_id for token, token_id in zip(held, received, strict=False)
         )
@@ -99,13 +102,14 @@ class Choice:
     def take(self, said: Tokens, max_tokens: int, now_ms: int) -> Taken:
         """Add what the attached run says, from the first token that is not held yet.
 
-        All or nothing: a message that starts behind the tokens held, contradicts them, or goes
-        beyond ``max_tokens`` changes nothing.
+        All or nothing: a message that starts behind the tokens held (or comes before the prompt's
+        log-probabilities have), contradicts them, or goes beyond ``max_tokens`` changes nothing.
         """
         if self.finish is not None:
             return Taken.ENDED
         held, start, end = len(self.tokens), said.index, said.index + len(said.tokens)
-        if start > held:
+        failed = said.finish is FinishReason.ERROR
+        if start > held or not (self.scores.complete or failed):
             return Taken.AFTER_GAP
         if start < 0 or end > max_tokens or (said.finish is not None and end < held):
             return Taken.CONTRADICTING
@@ -113,15 +117,17 @@ class Choice:
         if any(old.id != new.id for old, new in overlap):
             return Taken.CONTRADICTING
         if end > held:
+            if held == 0:
+                self.cached = said.cached
             self.tokens.extend(said.tokens[held - start :])
             self.meter.tokens_arrived(said.run, end - held, now_ms)
         if said.finish is not None:
             self.end(said.finish)
         return Taken.ACCEPTED
 
-    def end(self, reason: FinishReason, message: str = "") -> None:
+    def end(self, reason: FinishReason, message: str = "", code: str = "") -> None:
         """End here, with every token held."""
-        self.finish, self.finish_message = reason, message
+        self.finish, self.finish_message, self.finish_code = reason, message, code
 
     def hold(self, received: tuple[int, ...], record: RequestRecord) -> None:
         """Take what a client has for the truth, and its end too if these are all there will be."""
@@ -197,13 +203,20 @@ class Entry:
         for choice in self.choices:
             choice.check()
             assert len(choice.tokens) <= self.record.sampling.max_tokens, f"{choice.seq}: too long"
+            scores = choice.scores
+            assert len(scores.tokens) <= scores.due, f"{choice.seq}: too many scores"
+            assert scores.complete or not choice.tokens, f"{choice.seq}: tokens before scores"
 
     def bytes(self) -> int:
         """About what the record costs in memory."""
+        sampling = self.record.sampling
         tokens = sum(len(choice.tokens) for choice in self.choices)
-        per_token = _TOKEN_BYTES + _LOGPROB_BYTES * (self.record.sampling.logprobs or 0)
+        scores = sum(len(choice.scores.tokens) for choice in self.choices)
         return (
-            _RECORD_BYTES + _PROMPT_TOKEN_BYTES * len(self.record.prompt_ids) + per_token * tokens
+            _RECORD_BYTES
+            + _PROMPT_TOKEN_BYTES * len(self.record.prompt_ids)
+            + (_TOKEN_BYTES + _LOGPROB_BYTES * (sampling.logprobs or 0)) * tokens
+            + (_TOKEN_BYTES + _LOGPROB_BYTES * (sampling.prompt_logprobs or 0)) * scores
         )
 
     def level(self, choice: Choice, *, cancelled: bool = False) -> RequestLevel:
@@ -234,6 +247,13 @@ def resume_refusal(event: Resume, entry: Entry | None) -> tuple[Code, str] | Non
         return (
             Code.INVALID_ARGUMENT,
             f"progress of {longest} tokens, max_tokens = {sampling.max_tokens}",
+        )
+    due = event.record.scores_due(0)
+    if event.scored > due or (event.received[0] and event.scored < due):
+        return (
+            Code.INVALID_ARGUMENT,
+            f"prompt_logprobs = {event.scored}: must be {due} in front of generated tokens, "
+            "and never more",
         )
     if entry is None:
         return None

@@ -9,13 +9,23 @@ from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.core.events import Code, Effect, EndStream, ToStream
 from deepinfer.gateway.core.record import Entry
 from deepinfer.kvstore.core.ids import StreamId
-from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice
+from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, PromptDelta
 
 
 class Stream:
     """Where one reader is in its request; a slow one costs this object and no copy of a token."""
 
-    __slots__ = ("accepted", "busy", "cursors", "done", "entry", "notices", "stream", "turn")
+    __slots__ = (
+        "accepted",
+        "busy",
+        "cursors",
+        "done",
+        "entry",
+        "notices",
+        "scored",
+        "stream",
+        "turn",
+    )
 
     def __init__(
         self,
@@ -23,6 +33,7 @@ class Stream:
         entry: Entry,
         cursors: list[int],
         *,
+        scored: int,
         include_events: bool,
         max_notices: int,
     ) -> None:
@@ -30,6 +41,8 @@ class Stream:
         self.entry = entry
         self.cursors = cursors
         """For each choice: tokens that the client has or that are on their way to it."""
+        self.scored = scored
+        """The same of the prompt tokens' log-probabilities."""
         self.done = [False] * len(cursors)
         """For each choice: whether its end was sent."""
         self.accepted = False
@@ -50,6 +63,10 @@ class Stream:
             )
         if self.notices:
             return ToStream(self.stream, self.notices.popleft())
+        scores, start = entry.choices[0].scores.tokens, self.scored
+        if start < len(scores):
+            self.scored = min(len(scores), start + max_delta_tokens)
+            return ToStream(self.stream, PromptDelta(start + 1, tuple(scores[start : self.scored])))
         count = len(self.cursors)
         for step in range(count):
             index = (self.turn + step) % count
@@ -72,8 +89,10 @@ class Stream:
         held = len(choice.tokens)
         return ToStream(
             self.stream,
-            Finished(index, choice.finish, held, choice.finish_message),
-            choice.meter.usage(prompt_tokens=len(entry.record.prompt_ids), tokens=held),
+            Finished(index, choice.finish, held, choice.finish_message, choice.finish_code),
+            choice.meter.usage(
+                prompt_tokens=len(entry.record.prompt_ids), cached=choice.cached, tokens=held
+            ),
         )
 
     def check(self) -> None:
@@ -83,6 +102,8 @@ class Stream:
             assert not done or (choice.complete and cursor == len(choice.tokens)), (
                 f"{choice.seq}: its end was sent before all of it"
             )
+        held = len(self.entry.choices[0].scores.tokens)
+        assert 0 <= self.scored <= held, f"stream {self.stream} is ahead of the prompt's scores"
         assert self.busy or self.accepted, "an idle stream was told nothing"
 
 
@@ -98,13 +119,24 @@ class Streams:
         return len(self._streams)
 
     def open(
-        self, stream_id: StreamId, entry: Entry, cursors: list[int], *, include_events: bool
+        self,
+        stream_id: StreamId,
+        entry: Entry,
+        cursors: list[int],
+        *,
+        scored: int,
+        include_events: bool,
     ) -> None:
         """Open a stream of a record that has none; its ``Accepted`` is written at once."""
         max_notices = self._config.max_notices
         entry.stream = stream_id
         self._streams[stream_id] = Stream(
-            stream_id, entry, cursors, include_events=include_events, max_notices=max_notices
+            stream_id,
+            entry,
+            cursors,
+            scored=scored,
+            include_events=include_events,
+            max_notices=max_notices,
         )
         self.pump(entry)
 

@@ -140,7 +140,7 @@ class Meter:
                 pass
         return True
 
-    def usage(self, *, prompt_tokens: int, tokens: int) -> ChoiceUsage:
+    def usage(self, *, prompt_tokens: int, cached: int, tokens: int) -> ChoiceUsage:
         """Sum up."""
         since_ms = self.since_ms
 
@@ -149,6 +149,7 @@ class Meter:
 
         return ChoiceUsage(
             prompt_tokens=prompt_tokens,
+            cached_tokens=min(cached, prompt_tokens),
             completion_tokens=tokens,
             ttft_ms=after(self.first_token_ms),
             last_token_ms=after(self.last_token_ms),

@@ -12,10 +12,11 @@ worker -> controller  ``WorkerReport`` (every 100 ms and with every change; leve
 store -> controller   ``StoreReport``; ``Reserve`` and ``Release`` go the other way
 gateway -> controller ``GatewayReport``; the reply may say ``Disown``
 controller -> worker  ``Admit``, ``SwapOut``, ``SwapIn``, ``Preempt``, ``Cancel``
-worker <-> gateway    ``Attach``, ``Attached``, ``AttachRefused``, ``Tokens``, ``Ack``, ``Drop``,
-                      ``Notice``
+worker <-> gateway    ``Attach``, ``Attached``, ``AttachRefused``, ``Scores``, ``Tokens``,
+                      ``Ack``, ``Drop``, ``Notice``
 worker <-> store      ``Reserve`` is the controller's; the rest of the store's calls
-client <-> gateway    ``Accepted``, ``Delta``, ``Notice``, ``Finished``; calls the other way
+client <-> gateway    ``Accepted``, ``PromptDelta``, ``Delta``, ``Notice``, ``Finished``; calls
+                      the other way
 ====================  ======================================================================
 
 A report is a difference against the one before it (``number - 1``) unless it is ``complete``;
@@ -309,6 +310,8 @@ class Attached(NamedTuple):
     run: Run
     record: RequestRecord
     tokens: tuple[int, ...]
+    scored: int = 0
+    """Prompt tokens whose log-probabilities the gateway holds, from the second token on."""
 
 
 class AttachRefused(NamedTuple):
@@ -321,6 +324,20 @@ class AttachRefused(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Prompt tokens with their log-probabilities, from ``position`` in the prompt on.
+
+    Position 0 has none: a list of them begins with position 1. They come before the first of
+    ``Tokens``, once each, from whichever runs computed them.
+    """
+
+    seq: Seq
+    run: Run
+    position: int
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Generated tokens from position ``index`` on (0 is the first generated token)."""
 
@@ -330,6 +347,8 @@ class Tokens:
     tokens: tuple[Token, ...]
     finish: FinishReason | None
     """Set when the last of them ends the sequence."""
+    cached: int = 0
+    """Prompt tokens that this run found in its worker's prefix cache."""
 
 
 class Ack(NamedTuple):
@@ -339,6 +358,8 @@ class Ack(NamedTuple):
     run: Run
     next_index: int
     finished: bool
+    scored: int = 0
+    """Prompt tokens whose log-probabilities it holds, from the second token on."""
 
 
 class Drop(NamedTuple):
@@ -372,7 +393,7 @@ class Notice(NamedTuple):
     """Time in copies, hashing and the store's calls, in microseconds."""
 
 
-ToGateway = Attach | Tokens | Notice
+ToGateway = Attach | Scores | Tokens | Notice
 ToWorker = Attached | AttachRefused | Ack | Drop
 
 # ---- the store's calls ---------------------------------------------------------------------
@@ -432,6 +453,14 @@ class Accepted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptDelta:
+    """Prompt tokens with log-probabilities from ``position`` (1 or more) on, each exactly once."""
+
+    position: int
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Tokens of one choice from position ``index`` on, each exactly once in a client's life."""
 
@@ -447,15 +476,17 @@ class Finished(NamedTuple):
     reason: FinishReason
     tokens: int
     message: str
+    code: str = ""
+    """Of an ERROR that is a refusal: the name of the gRPC status with which the stream will end."""
 
 
-ToClient = Accepted | Delta | Notice | Finished
+ToClient = Accepted | PromptDelta | Delta | Notice | Finished
 
 __all__ = [
     "Accepted", "Ack", "Admit", "Attach", "AttachRefused", "Attached", "Cancel", "Delta",
     "Departed", "Departure", "Disown", "Drop", "Finished", "GatewayReport", "Notice", "NoticeKind",
-    "Order", "Preempt", "Reject", "Release", "ReportReply", "RequestLevel", "Reserve",
-    "ResidentLevel", "StoreReply", "StoreReport", "StoreStatus", "StreamId", "SwapIn", "SwapOut",
-    "TicketLevel", "TicketState", "ToClient", "ToGateway", "ToWorker", "Tokens", "Usage",
-    "WorkerReport",
+    "Order", "Preempt", "PromptDelta", "Reject", "Release", "ReportReply", "RequestLevel",
+    "Reserve", "ResidentLevel", "Scores", "StoreReply", "StoreReport", "StoreStatus", "StreamId",
+    "SwapIn", "SwapOut", "TicketLevel", "TicketState", "ToClient", "ToGateway", "ToWorker",
+    "Tokens", "Usage", "WorkerReport",
 ]  # fmt: skip

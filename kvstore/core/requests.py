@@ -6,11 +6,21 @@ Field names are those of ``vllm.grpc.engine.SamplingParams`` (package ``smg-grpc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from deepinfer.kvstore.core.ids import RequestId, Seq
+
+CHOICES_MAX = 64
+LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 100.0
+LOGIT_BIASES_MAX = 1024
+STOPS_MAX = 16
+STOP_CHARS_MAX = 1024
+STOP_IDS_MAX = 64
+_SHOWN_CHARS_MAX = 80
 
 
 class FinishReason(Enum):
@@ -24,10 +34,16 @@ class FinishReason(Enum):
 
 
 class InvalidRequestError(ValueError):
-    """A request that cannot be served as written: names the field, its value and what is legal."""
+    """A request that cannot be served as written: names the field, its value and what is legal.
+
+    A long value is shown by its beginning: the words travel in a status, which is small.
+    """
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
-        super().__init__(f"{name} = {value!r}: must be {allowed}")
+        shown = repr(value)
+        if len(shown) > _SHOWN_CHARS_MAX:
+            shown = shown[: _SHOWN_CHARS_MAX - 3] + "..."
+        super().__init__(f"{name} = {shown}: must be {allowed}")
         self.name = name
         self.value = value
         self.allowed = allowed
@@ -58,6 +74,11 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    """Alternatives to report beside each generated token; None: no log-probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. The first choice computes them."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit) pairs with rising ids."""
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,19 +104,45 @@ class SamplingParams:
         check("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0, at most 100")
         check("max_tokens", self.max_tokens >= 1, "1 or more")
         check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
-        check("n", 1 <= self.n <= 64, "between 1 and 64")
-        check("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20")
+        check("n", 1 <= self.n <= CHOICES_MAX, f"between 1 and {CHOICES_MAX}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            allowed = f"between 0 and {LOGPROBS_MAX}"
+            check(name, count is None or 0 <= count <= LOGPROBS_MAX, allowed)
         check("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1")
-        check("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 non-empty strings")
-        check(
-            "stop_token_ids",
-            len(self.stop_token_ids) <= 64 and all(t >= 0 for t in self.stop_token_ids),
-            "at most 64 ids of 0 or more",
-        )
+        self._check_stops(check)
+        self._check_biases(check)
+
+    def _check_stops(self, check: Callable[[str, bool, str], None]) -> None:
+        legal = len(self.stop) <= STOPS_MAX and all(self.stop)
+        check("stop", legal, f"at most {STOPS_MAX} non-empty strings")
+        for position, stop in enumerate(self.stop):
+            if len(stop) > STOP_CHARS_MAX:
+                raise InvalidRequestError(
+                    f"sampling_params.stop[{position}]",
+                    f"{len(stop)} characters",
+                    f"at most {STOP_CHARS_MAX} characters",
+                )
+        ids = self.stop_token_ids
+        legal = len(ids) <= STOP_IDS_MAX and all(token_id >= 0 for token_id in ids)
+        check("stop_token_ids", legal, f"at most {STOP_IDS_MAX} ids of 0 or more")
+
+    def _check_biases(self, check: Callable[[str, bool, str], None]) -> None:
+        ids = [token_id for token_id, _ in self.logit_bias]
+        legal = len(ids) <= LOGIT_BIASES_MAX and all(token_id >= 0 for token_id in ids)
+        allowed = f"at most {LOGIT_BIASES_MAX} ids of 0 or more, each once and in rising order"
+        check("logit_bias", legal and ids == sorted(set(ids)), allowed)
+        for token_id, bias in self.logit_bias:
+            if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:  # NaN is not either
+                raise InvalidRequestError(
+                    f"sampling_params.logit_bias[{token_id}]",
+                    bias,
+                    f"between -{LOGIT_BIAS_MAX:g} and {LOGIT_BIAS_MAX:g}",
+                )
 
 
 class Token(NamedTuple):
-    """One generated token: its id and, if asked for, log-probabilities (natural log)."""
+    """One token: its id and, if asked for, log-probabilities (natural log)."""
 
     id: int
     logprob: float | None = None
@@ -125,3 +172,11 @@ class RequestRecord:
     def seqs(self) -> tuple[Seq, ...]:
         """One sequence for each of the ``n`` choices."""
         return tuple(Seq(self.request, choice) for choice in range(self.sampling.n))
+
+    def scores_due(self, choice: int) -> int:
+        """Prompt tokens whose log-probabilities this choice has to bring.
+
+        All but the first, which follows nothing; and the first choice brings them for all.
+        """
+        wanted = self.sampling.prompt_logprobs is not None and choice == 0
+        return len(self.prompt_ids) - 1 if wanted else 0

@@ -146,7 +146,7 @@ def test_a_reject_fails_the_request_with_both_numbers_and_keeps_saying_so() -> N
     bench = running()
     bench.answer(reject=(Reject(SEQ, 9, 8),))
     message = "the request needs 9 KV blocks, the largest pool has 8"
-    assert bench.read() == [Finished(0, FinishReason.ERROR, 0, message)]
+    assert bench.read() == [Finished(0, FinishReason.ERROR, 0, message, "RESOURCE_EXHAUSTED")]
     assert bench.take(EndStream) == [EndStream(S1, Code.RESOURCE_EXHAUSTED, message)]
     bench.tell(Resume(S2, record(), "key", 1, ((),)))
     bench.read(S2)

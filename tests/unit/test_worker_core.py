@@ -719,7 +719,8 @@ def test_a_payload_counts_only_up_to_the_gateways_tokens(bench: Bench) -> None:
     assert (chunk.start, chunk.token_ids, chunk.index) == (5, (40,), 1)
 
 
-def test_a_bad_fetch_recomputes_in_the_same_blocks(bench: Bench) -> None:
+def test_a_bad_fetch_recomputes_in_the_same_blocks() -> None:
+    bench = Bench(prefix_cache=False)
     r = request()
     ticket, token_ids = swapped(bench, r, 40, 41)
     run = bench.swap_in(r, ticket, len(token_ids))
@@ -732,6 +733,18 @@ def test_a_bad_fetch_recomputes_in_the_same_blocks(bench: Bench) -> None:
     assert set(fetch.block_ids) <= set(chunk.block_table)
     assert bench.core.counters.recomputed == 1
     assert bench.core.metrics()["requests_resumed_total"] == 0
+
+
+def test_a_bad_fetch_takes_what_the_prefix_cache_still_has(bench: Bench) -> None:
+    r = request()
+    ticket, token_ids = swapped(bench, r, 40, 41)
+    run = bench.swap_in(r, ticket, len(token_ids))
+    bench.attached(r, run, [40, 41])
+    fetch = bench.only(FetchPayload)
+    bench.do(FetchDone(ticket, run, StoreStatus.BAD_PAYLOAD, (), 0, 0))
+    chunk = bench.only(RunStep).plan.chunks[0]
+    assert (chunk.start, chunk.token_ids) == (6, (41,))
+    assert not set(fetch.block_ids) & set(chunk.block_table[:3])
 
 
 @pytest.mark.parametrize("how", ["deadline", "store_gone"])

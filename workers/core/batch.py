@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.requests import SamplingParams
 from deepinfer.workers.core.blocks import BlockManager
 from deepinfer.workers.core.config import WorkerConfig
@@ -36,6 +37,9 @@ def plan(
     other. Whoever lacks a block is left out and counted; the others go on. ``spare_blocks`` is
     what growth may take: the available blocks less those promised. ``step`` is the number that
     this step will have.
+
+    A prompt that several choices of a request share is computed once: a choice whose next block
+    another one computes in this step waits, and then finds it in the prefix cache.
     """
     ready = [resident for resident in residents if resident.ready]
     decodes = sorted(
@@ -51,10 +55,16 @@ def plan(
     tokens = config.max_batch_tokens
     chunks: list[Chunk] = []
     chosen: list[Resident] = []
+    leaders: set[RequestId] = set()
     short = 0
     for resident in [*decodes[:decode_seats], *prefills, *decodes[decode_seats:]]:
         if len(chosen) == seats or tokens == 0:
             break
+        if resident.remaining > 1:
+            spare_blocks += share(resident, blocks)
+            led = resident.seq.request in leaders
+            if led and _shareable(resident, blocks, resident.computed_max):
+                continue
         count = min(resident.remaining, config.prefill_chunk_tokens, tokens)
         missing = config.blocks_for(resident.computed + count) - len(resident.blocks)
         if missing > spare_blocks:
@@ -67,10 +77,42 @@ def plan(
         if missing > 0:
             resident.blocks += blocks.allocate(missing)
             spare_blocks -= missing
+        if _shareable(resident, blocks, resident.prompt_tokens):
+            leaders.add(resident.seq.request)
         chunks.append(_chunk(resident, count))
         chosen.append(resident)
         tokens -= count
     return Batch(tuple(chunks), tuple(chosen), short)
+
+
+def share(resident: Resident, blocks: BlockManager) -> int:
+    """Put blocks that the prefix cache has by now in the place of ones yet to be computed.
+
+    The resident is in no step. Returns how many more blocks are available now.
+    """
+    size, known = blocks.block_size, len(resident.chain)
+    upto = min(resident.computed_max, len(resident.blocks) * size)
+    if not _shareable(resident, blocks, upto):
+        return 0
+    before = blocks.available
+    found, digests = blocks.match(resident.tokens[: upto + 1], len(resident.blocks), resident.chain)
+    blocks.release(resident.blocks[known : known + len(found)])
+    resident.blocks[known : known + len(found)] = found
+    resident.chain += digests
+    resident.computed += len(found) * size
+    resident.cached += len(found) * size
+    return blocks.available - before
+
+
+def _shareable(resident: Resident, blocks: BlockManager, upto: int) -> bool:
+    """Whether the resident's next block ends within ``upto`` tokens and can be another's too."""
+    known = len(resident.chain) * blocks.block_size
+    return (
+        blocks.prefix_cache
+        and resident.cacheable
+        and resident.computed == known
+        and known + blocks.block_size <= upto
+    )
 
 
 def _chunk(resident: Resident, count: int) -> Chunk:
@@ -78,6 +120,7 @@ def _chunk(resident: Resident, count: int) -> Chunk:
     end = resident.computed + count
     sample = end == len(resident.tokens)
     penalised = sample and counts_output(resident.record.sampling)
+    scored = len(resident.scores)  # rows before that are computed for their KV alone
     return Chunk(
         resident.seq,
         resident.run,
@@ -88,6 +131,8 @@ def _chunk(resident: Resident, count: int) -> Chunk:
         len(resident.generated),
         resident.record,
         tuple(token.id for token in resident.generated) if penalised else (),
+        scored,
+        resident.record.prompt_ids[scored + 1 : min(end, resident.scores_due) + 1],
     )
 
 

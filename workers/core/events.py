@@ -51,12 +51,21 @@ class StepOutput(NamedTuple):
     token: Token
 
 
+class StepScores(NamedTuple):
+    """Log-probabilities of a chunk's ``score_ids``, in their order."""
+
+    seq: Seq
+    run: Run
+    tokens: tuple[Token, ...]
+
+
 class StepDone(NamedTuple):
     step: int
     outputs: tuple[StepOutput, ...]
     failed: tuple[Seq, ...] = ()
     """Sequences that cannot be computed (positions beyond the model's) or whose logits allow no
     choice (NaN): they end with an error, and the others' results stand."""
+    scores: tuple[StepScores, ...] = ()
 
 
 class PutDone(NamedTuple):
@@ -154,6 +163,10 @@ class Chunk:
     record: RequestRecord
     output_ids: tuple[int, ...]
     """Tokens generated so far where ``sample`` is set and a penalty counts them; otherwise ()."""
+    score_from: int = 0
+    """Position of the first row whose logits say how likely the prompt's next token was."""
+    score_ids: tuple[int, ...] = ()
+    """The prompt's tokens behind that row and those after it, whose log-probabilities are due."""
 
 
 class StepPlan(NamedTuple):

@@ -89,7 +89,7 @@ class Orders:
         roster.end(resident.seq, resident.run)
         resident.run, resident.order, resident.gateway = order.run, order.order, order.gateway
         resident.max_total_tokens = order.max_total_tokens
-        resident.notices = resident.advanced = resident.swap_failures = 0
+        resident.notices = resident.advanced = resident.swap_failures = resident.cached = 0
         if resident.state is not State.FINISHED:
             if resident.state is not State.WAITING:
                 resident.go(State.RECOVERING)

@@ -24,6 +24,12 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return next(i for i in range(length) if left[i] != right[i])
 
 
+def first_bare(tokens: Sequence[Token], start: int) -> int:
+    """Place of the first token from ``start`` on without log-probabilities; else their number."""
+    bare = (i for i in range(start, len(tokens)) if tokens[i].logprob is None)
+    return next(bare, len(tokens))
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
     """A sequence that runs here, or is about to, or waits for its last acknowledgement.
@@ -52,6 +58,13 @@ class Resident:
     record: RequestRecord | None = None
     tokens: list[int] = field(default_factory=list)
     generated: list[Token] = field(default_factory=list)
+    scores: list[Token] = field(default_factory=list)
+    """The prompt's tokens from the second on with their log-probabilities, if they are due: they
+    come from the rows of the tokens before, so they lead ``computed`` until none is missing."""
+    scores_acked: int = 0
+    scores_sent: int = 0
+    cached: int = 0
+    """Prompt tokens that this run found in the prefix cache."""
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
@@ -85,6 +98,22 @@ class Resident:
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.computed
+
+    @property
+    def scores_due(self) -> int:
+        """How many ``scores`` the sequence has to bring."""
+        return self.record.scores_due(self.seq.choice) if self.record is not None else 0
+
+    @property
+    def computed_max(self) -> int:
+        """How many tokens may have KV now: beyond, rows that have to be looked at would be missed.
+
+        The last token is always computed for its logits; a prompt token is too if the
+        log-probability of the one behind it is still missing.
+        """
+        if len(self.scores) < self.scores_due:
+            return len(self.scores)
+        return max(0, len(self.tokens) - 1)
 
     @property
     def ready(self) -> bool:
@@ -124,26 +153,48 @@ class Resident:
         self.advanced += 1
         self.finish = self.ended_by(len(self.generated) - 1)
 
-    def adopt(self, record: RequestRecord, held: tuple[int, ...]) -> int:
+    def score(self, start: int, scores: tuple[Token, ...]) -> None:
+        """Take the log-probabilities of prompt tokens, of which ``start`` come before."""
+        known = len(self.scores) - start
+        if known >= 0:
+            self.scores += scores[known:]
+
+    def adopt(self, record: RequestRecord, held: tuple[int, ...], scored: int = 0) -> int:
         """Take the gateway's word on the tokens; return how many of the old ones still stand.
 
         What the gateway holds is the truth. If our own tokens continue it, they stay and go out
-        again from there; otherwise ours end where the two part.
+        again from there; otherwise ours end where the two part. They also end before one that came
+        from another gateway without its log-probabilities, if those are wanted: it is computed
+        again. So are prompt tokens without theirs, behind the ``scored`` that the gateway holds.
         """
         truth = [*record.prompt_ids, *held]
         if self.record is not None and self.record.prompt_ids != record.prompt_ids:
-            self.tokens, self.generated = [], []  # Another prompt: nothing of ours answers it.
+            # Another prompt: nothing of ours answers it.
+            self.tokens, self.generated, self.scores = [], [], []
         common = common_prefix(self.tokens, truth)
+        prompt = len(record.prompt_ids)
         self.record = record
         if common < len(truth):
-            prompt = len(record.prompt_ids)
             kept = self.generated[: max(0, common - prompt)]
             self.generated = [*kept, *(Token(id) for id in held[len(kept) :])]
             self.tokens = truth
             self.finish = self.ended_by(len(held) - 1) if held else None
+        elif record.sampling.logprobs is not None:
+            bare = first_bare(self.generated, len(held))
+            if bare < len(self.generated):
+                del self.generated[bare:], self.tokens[prompt + bare :]
+                self.finish = None
+        self._adopt_scores(record, scored)
         self.acked = self.sent = len(held)
         self.finish_sent = False
         return common if common < len(truth) else len(self.tokens)
+
+    def _adopt_scores(self, record: RequestRecord, scored: int) -> None:
+        scored = min(scored, self.scores_due)
+        del self.scores[min(self.scores_due, first_bare(self.scores, scored)) :]
+        behind = record.prompt_ids[len(self.scores) + 1 : scored + 1]
+        self.scores += (Token(token_id) for token_id in behind)
+        self.scores_acked = self.scores_sent = scored
 
     def level(self) -> ResidentLevel:
         ticket = None
@@ -162,11 +213,12 @@ class Resident:
         """Raise AssertionError if an invariant does not hold."""
         name = f"{self.seq} {self.run}"
         assert 0 <= self.computed <= len(self.blocks) * block_size, f"{name}: KV without blocks"
-        assert self.computed <= max(0, len(self.tokens) - 1) or self.state in ENDS, (
-            f"{name}: KV beyond the tokens"
-        )
         assert len(self.chain) * block_size <= self.computed, f"{name}: hash of a block not full"
         assert 0 <= self.acked <= self.sent <= len(self.generated), f"{name}: outbox out of order"
+        assert 0 <= self.scores_acked <= self.scores_sent <= len(self.scores) <= self.scores_due, (
+            f"{name}: outbox of scores out of order"
+        )
+        assert self.computed <= self.computed_max or self.state in ENDS, f"{name}: rows were missed"
         swapping = (self.state is State.SWAPPING_OUT, self.state is State.SWAPPING_IN)
         assert swapping == (self.leaving is not None, self.entering is not None), (
             f"{name}: {self.state} without its swap"

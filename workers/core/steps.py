@@ -61,6 +61,7 @@ class Steps:
         roster.step_ended()
         roster.counters.steps += 1
         outputs = {output.seq: output.token for output in event.outputs}
+        scores = {scored.seq: scored.tokens for scored in event.scores}
         present: list[Resident] = []
         for chunk, resident in zip(running.chunks, self._members, strict=True):
             resident.in_step = False
@@ -79,6 +80,9 @@ class Steps:
             resident.last_step = running.step
             roster.counters.tokens_computed += len(chunk.token_ids)
             self._announce(resident)
+            if chunk.seq in scores:
+                resident.score(chunk.score_from, scores[chunk.seq])
+                self._talk.flush(resident, now_ms)
             token = outputs.get(chunk.seq)
             if not chunk.sample or end != len(resident.tokens):
                 continue

@@ -153,7 +153,7 @@ class Swaps:
         resident.entering = None
         if good:
             standing = common_prefix(list(event.token_ids), resident.tokens)
-            resident.computed = min(standing, len(resident.tokens) - 1)
+            resident.computed = min(standing, resident.computed_max)
         resident.cacheable = not good
         resident.settle()
         roster.changed = True

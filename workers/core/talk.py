@@ -12,9 +12,11 @@ from deepinfer.kvstore.core.messages import (
     Drop,
     Notice,
     NoticeKind,
+    Scores,
     ToGateway,
     Tokens,
 )
+from deepinfer.kvstore.core.requests import FinishReason
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.events import FetchPayload, FromGateway, SendToGateway
 from deepinfer.workers.core.roster import Roster
@@ -43,12 +45,20 @@ class Talk:
         """Send what the gateway has not been sent yet, if it listens."""
         if not resident.attachment.answered:
             return
+        while resident.scores_sent < len(resident.scores):
+            start, end = resident.scores_sent, resident.scores_sent + TOKENS_PER_MESSAGE
+            scores = tuple(resident.scores[start:end])
+            self._send(resident, Scores(resident.seq, resident.run, start + 1, scores))
+            resident.scores_sent, resident.sent_ms = start + len(scores), now_ms
         total = len(resident.generated)
         while resident.sent < total or (resident.finish and not resident.finish_sent):
             end = min(total, resident.sent + TOKENS_PER_MESSAGE)
             finish = resident.finish if end == total else None
             tokens = tuple(resident.generated[resident.sent : end])
-            self._send(resident, Tokens(resident.seq, resident.run, resident.sent, tokens, finish))
+            self._send(
+                resident,
+                Tokens(resident.seq, resident.run, resident.sent, tokens, finish, resident.cached),
+            )
             resident.sent, resident.sent_ms = end, now_ms
             resident.finish_sent = finish is not None
 
@@ -123,7 +133,11 @@ class Talk:
                 self._roster.counters.attaches_repeated += 1
                 self._ask(resident)
             return
-        waiting = resident.acked < resident.sent or resident.finish_sent
+        waiting = (
+            resident.scores_acked < resident.scores_sent
+            or resident.acked < resident.sent
+            or resident.finish_sent
+        )
         if waiting and now_ms - resident.sent_ms >= self._config.resend_ms:
             if resident.resent:
                 # Twice without an answer: the gateway may have forgotten that this run speaks.
@@ -131,6 +145,7 @@ class Talk:
                 self.attach(resident, now_ms)
                 return
             self._roster.counters.resends += 1
+            resident.scores_sent = resident.scores_acked
             resident.sent, resident.finish_sent = resident.acked, False
             resident.resent = True
             self.flush(resident, now_ms)
@@ -142,14 +157,16 @@ class Talk:
             return  # Doubled: its tokens are older than the acknowledgements since.
         fresh = resident.record is None
         finished = resident.state is State.FINISHED
-        standing = resident.adopt(message.record, message.tokens)
-        if finished and resident.finish is None:
-            # The gateway's tokens differ from what ended here, and the KV is gone.
+        standing = resident.adopt(message.record, message.tokens, message.scored)
+        unscored = len(resident.scores) < resident.scores_due
+        failed = resident.finish is FinishReason.ERROR
+        if finished and (resident.finish is None or (unscored and not failed)):
+            # What the gateway holds is not what ended here, and the KV is gone.
             self._roster.depart(resident, Departure.DROPPED)
             return
         resident.attachment.answered = True
         resident.attachment.orphan = False
-        self._roster.truncate(resident, max(0, min(standing, len(resident.tokens) - 1)))
+        self._roster.truncate(resident, min(standing, resident.computed_max))
         if finished or resident.finish is not None:
             self._finish(resident, now_ms)
             return
@@ -169,8 +186,10 @@ class Talk:
         roster = self._roster
         roster.redeem(resident)
         if not resident.blocks:
-            resident.blocks, resident.chain = roster.blocks.match(resident.tokens, roster.spare)
+            known = resident.tokens[: resident.computed_max + 1]
+            resident.blocks, resident.chain = roster.blocks.match(known, roster.spare)
             resident.computed = len(resident.blocks) * self._config.block_size
+            resident.cached = min(resident.computed, resident.prompt_tokens)
             resident.cacheable = True
         missing = self._config.blocks_for(len(resident.tokens)) - len(resident.blocks)
         # More tokens than the order said leave a rest for growth, block by block.
@@ -205,9 +224,15 @@ class Talk:
     def _acknowledged(self, resident: Resident, message: Ack, now_ms: int) -> None:
         if message.finished and resident.finish is not None:
             self._roster.depart(resident, Departure.FINISHED)
-        elif resident.acked < message.next_index <= len(resident.generated):
+            return
+        if resident.acked < message.next_index <= len(resident.generated):
             resident.acked = message.next_index
             resident.sent = max(resident.sent, resident.acked)
+            resident.sent_ms = now_ms
+            resident.resent = False
+        if resident.scores_acked < message.scored <= len(resident.scores):
+            resident.scores_acked = message.scored
+            resident.scores_sent = max(resident.scores_sent, resident.scores_acked)
             resident.sent_ms = now_ms
             resident.resent = False
 

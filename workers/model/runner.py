@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,9 @@ from deepinfer.workers.pool import PagedPool
 
 LOGIT_ROWS: Final = 64
 """Rows that go through the LM head at once: bounds a step's logits of all rows."""
+
+
+Visit = Callable[[int, int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ class ModelRunner:
         Raises ValueError naming the slice for: no tokens, a token id outside the vocabulary,
         positions beyond the model's or the block table's reach, a block id outside the pool.
         """
-        residual = self._residual(slices)
+        return self._last_logits(slices, self._residual(slices))
+
+    def _last_logits(self, slices: Sequence[SequenceSlice], residual: Tensor) -> Tensor:
         last, row = [], -1
         for part in slices:
             row += len(part.token_ids)
@@ -88,6 +93,25 @@ class ModelRunner:
         """
         residual = self._residual(slices)[: sum(len(part.token_ids) for part in slices)]
         return torch.cat([self.decoder.logits(part) for part in torch.split(residual, LOGIT_ROWS)])
+
+    @torch.inference_mode()
+    def forward_and_score(
+        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit
+    ) -> Tensor:
+        """As ``forward``, and show ``visit`` the logits of further rows.
+
+        ``rows`` has one range for each slice, of its rows counted from 0. ``visit(i, first,
+        logits)`` gets float32 ``[some rows, vocab]`` of slice ``i`` from row ``first`` on, at most
+        ``LOGIT_ROWS`` at once, for what is to be said of them is smaller than they are.
+        """
+        residual = self._residual(slices)
+        offset = 0
+        for index, (part, wanted) in enumerate(zip(slices, rows, strict=True)):
+            for first in range(wanted.start, wanted.stop, LOGIT_ROWS):
+                last = min(first + LOGIT_ROWS, wanted.stop)
+                visit(index, first, self.decoder.logits(residual[offset + first : offset + last]))
+            offset += len(part.token_ids)
+        return self._last_logits(slices, residual)
 
     def _residual(self, slices: Sequence[SequenceSlice]) -> Tensor:
         if not slices:
