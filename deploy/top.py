@@ -42,6 +42,7 @@ ORDER = {state: i for i, state in enumerate(
     ("decode", "prefill", "swapping_in", "swapping_out", "recovering", "swapped", "waiting")
 )}  # fmt: skip
 """Most active first."""
+RUNNING = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,13 @@ class Watcher:
 
     def _tell(self, clock: str, said: dict[str, Any], before: dict[str, Any]) -> None:
         name, now, was = _short(said), said["state"], before["state"]
-        if said["swaps"] > before["swaps"]:
-            at = said["store"] or "the store"
-            self.events.append(f"{clock} {name}: {before['worker'] or 'a worker'} > {at}")
-        if was in ("swapped", "swapping_in") and now in ("prefill", "decode"):
-            self.events.append(f"{clock} {name}: {before['store'] or 'store'} > {said['worker']}")
+        left = said["swaps"] > before["swaps"]
+        back = now in RUNNING and (left or was in ("swapped", "swapping_in"))
+        if left or back:
+            here = [before["worker"] or "a worker"] if left else []
+            path = [*here, said["store"] or before["store"] or "the store"]
+            path += [said["worker"]] if back else []
+            self.events.append(f"{clock} {name}: {' > '.join(path)}")
         elif now == "recovering" != was:
             self.events.append(f"{clock} {name}: lost its worker, recovering")
 

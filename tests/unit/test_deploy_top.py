@@ -103,9 +103,15 @@ def test_swaps_are_told_once_each() -> None:
     watcher.take(document(out), 2.0, "12:00:02")
     back = request("aaaaaaaa", "decode", worker="worker-1", swaps=1)
     frame = watcher.take(document(back), 3.0, "12:00:03")
+    quick = request("aaaaaaaa", "decode", worker="worker-0", swaps=2)
+    frame = watcher.take(document(quick), 4.0, "12:00:04")
+    lost = request("aaaaaaaa", "recovering", swaps=2)
+    frame = watcher.take(document(lost), 5.0, "12:00:05")
     assert frame.events == (
         "12:00:01 aaaaaaaa: worker-0 > store-local",
         "12:00:03 aaaaaaaa: store-local > worker-1",
+        "12:00:04 aaaaaaaa: worker-1 > the store > worker-0",
+        "12:00:05 aaaaaaaa: lost its worker, recovering",
     )
 
 
