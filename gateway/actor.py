@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ class GatewayActor:
 
     async def _serve(self) -> None:
         settings = self._settings
+        raise_fd_limit()
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(settings.model_path))
         card = ModelCard(
             model=settings.model,
@@ -187,6 +189,15 @@ class GatewayActor:
                 return
             # Half a gateway is worse than none: clients would wait on it. Ray starts it anew.
             os._exit(1)
+
+
+def raise_fd_limit() -> None:
+    """Let this process open as many files as the system grants: each client's connection is one.
+
+    The usual limit, 1,024, is there for ``select``, which nothing here uses.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def endpoint(host: str, port: int) -> str:

@@ -167,3 +167,25 @@ def bench_memory(
         from deepinfer.deploy.bench.memory import run_memory
 
         run_memory(model=model, workers=workers, output=output, console=out)
+
+
+@bench.command("streams")
+def bench_streams(
+    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    streams: Annotated[int, typer.Option(min=1, max=100_000, help="How many wait.")] = 1_000,
+    processes: Annotated[int, typer.Option(min=1, max=16, help="That open them.")] = 1,
+    tokens: Annotated[
+        int, typer.Option(min=16, max=100_000, help="Of the request that is measured.")
+    ] = 320,
+    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 2,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
+        "docs/results"
+    ),
+) -> None:
+    """Very many streams at one gateway: memory a stream, and whether they slow another one."""
+    with plain_errors():
+        from deepinfer.deploy.bench.streams import Load, run_streams
+
+        load = Load(streams=streams, processes=processes, tokens=tokens, rounds=rounds)
+        ok = run_streams(model=model, load=load, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)

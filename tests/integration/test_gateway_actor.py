@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -178,3 +180,15 @@ def test_settings_keep_secrets_out_of_sight(tmp_path: Path) -> None:
             token="",
             secret=SECRET,
         )
+
+
+def test_a_gateway_may_have_as_many_connections_as_the_system_grants() -> None:
+    script = """
+import resource
+from deepinfer.gateway.actor import raise_fd_limit
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+raise_fd_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -129,9 +129,11 @@ async def local_cluster(
     gateways: int = 1,
     prefill_chunk_tokens: int = 512,
     orphan_grace_ms: int = 5_000,
+    block_size: int = BLOCK_SIZE,
+    controller: ControllerConfig | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """A cluster of one worker with a pool of ``blocks``, for as long as the block lasts."""
-    layout = kv_layout(load_model(model).config, resolve_kv_dtype("fp16"), BLOCK_SIZE)
+    layout = kv_layout(load_model(model).config, resolve_kv_dtype("fp16"), block_size)
     tokenizer = load_tokenizer(model)
     cluster = LocalCluster(gateway_names=tuple(f"gateway-{i}" for i in range(gateways)))
     async with AsyncExitStack() as stack:
@@ -155,7 +157,7 @@ async def local_cluster(
                 token=TOKEN,
                 config=WorkerConfig(
                     blocks_total=blocks,
-                    block_size=BLOCK_SIZE,
+                    block_size=block_size,
                     block_bytes=layout.block_bytes,
                     prefill_chunk_tokens=prefill_chunk_tokens,
                     prefix_cache=False,
@@ -189,7 +191,8 @@ async def local_cluster(
             ControllerSettings(
                 namespace="none",
                 token=TOKEN,
-                config=ControllerConfig(min_residency_tokens=2, orphan_grace_ms=orphan_grace_ms),
+                config=controller
+                or ControllerConfig(min_residency_tokens=2, orphan_grace_ms=orphan_grace_ms),
             ),
             orders=cluster,
             directory=cluster,
