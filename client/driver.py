@@ -91,7 +91,8 @@ class Driver:
         deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else None
         self._core = ClientCore(channels.endpoints, choices, config, deadline_ms=deadline_ms)
         self._choices = [_ChoiceSoFar() for _ in range(choices)]
-        self._prompt_logprobs: list[results.TokenLogprob | None] = []
+        scored = request.sampling_params.HasField("prompt_logprobs")
+        self._prompt_logprobs: list[results.TokenLogprob | None] = [None] if scored else []
         self._finished: dict[int, results.Choice] = {}
         self._accepted: inference_pb2.Accepted | None = None
         self._reconnects = 0
@@ -288,8 +289,7 @@ class Driver:
                 )
             case PromptDelta():
                 logprobs = wire.logprobs_from(self._raw.prompt.logprobs)
-                first = () if self._prompt_logprobs else (None,)
-                self._prompt_logprobs += (*first, *logprobs)
+                self._prompt_logprobs += logprobs
                 event = results.PromptDelta(position=message.position, logprobs=logprobs)
             case Delta():
                 choice, chunk = self._choices[message.choice], self._raw.chunk
