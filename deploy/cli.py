@@ -351,6 +351,6 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         with stop_signals():
-            app()
+            app(prog_name="deepinfer")
     finally:
         ending()

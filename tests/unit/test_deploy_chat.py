@@ -10,6 +10,7 @@ from rich.console import Console
 
 from deepinfer.client import (
     Choice,
+    Client,
     Delta,
     Event,
     Finished,
@@ -17,6 +18,7 @@ from deepinfer.client import (
     ResourceExhausted,
     SwapStats,
     Timings,
+    Usage,
 )
 from deepinfer.deploy.chat import Chat, printable
 
@@ -42,6 +44,7 @@ def finished(text: str, *, swaps: int = 0) -> Finished:
         message="",
         matched_stop=None,
         logprobs=(),
+        usage=Usage(prompt_tokens=4, completion_tokens=3),
         swaps=SwapStats(swaps=swaps, resumes=swaps, stall_s=0.5 * swaps),
         timings=timings,
     )
@@ -80,14 +83,14 @@ class FakeStream:
             yield event
 
 
-class FakeClient:
+class FakeClient(Client):
     """Answers each request with the next script; remembers what it was asked."""
 
     def __init__(self, *scripts: list[Event | BaseException]) -> None:
         self.streams = [FakeStream(script) for script in scripts]
         self.asked: list[tuple[list[dict[str, str]], dict[str, Any]]] = []
 
-    def stream(self, prompt: Any, **options: Any) -> FakeStream:
+    def stream(self, prompt: Any, **options: Any) -> Any:
         self.asked.append((prompt, options))
         return self.streams[len(self.asked) - 1]
 

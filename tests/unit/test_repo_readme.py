@@ -31,7 +31,7 @@ class FakeClient(deepinfer.client.Client):
 
 
 def completion(text: str) -> Completion:
-    return Completion(request_id="r", prompt_tokens=1, choices=(choice(text),))
+    return Completion(request_id="r", choices=(choice(text),))
 
 
 def choice(text: str) -> deepinfer.client.Choice:
@@ -43,6 +43,7 @@ def choice(text: str) -> deepinfer.client.Choice:
         message="",
         matched_stop=None,
         logprobs=(),
+        usage=deepinfer.client.Usage(prompt_tokens=1, completion_tokens=1),
         swaps=deepinfer.client.SwapStats(),
         timings=deepinfer.client.Timings(
             ttft_s=0.1,
