@@ -6,6 +6,7 @@ All clients of a process share that thread, for gRPC's asynchronous side works b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -55,8 +56,16 @@ class Portal:
         self._thread.join()
 
     def call(self, work: Coroutine[Any, Any, R]) -> R:
-        """Run a coroutine there and wait for it; an interrupt here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run a coroutine there and wait for it; an interrupt here cancels it there.
+
+        Raises:
+            ClientClosed: the thread has ended, or ends meanwhile.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # its loop is closed
+            work.close()
+            raise ClientClosed("the client is closed") from None
         try:
             return future.result()
         except CancelledError:
@@ -70,6 +79,11 @@ class Portal:
         try:
             self.loop.run_forever()
         finally:
+            # Calls of other threads that have come since: they must not wait for ever.
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
@@ -107,7 +121,8 @@ class Stream:
 
     def abort(self) -> None:
         """Abort the request unless it has ended; returns at once, and from any thread."""
-        self._portal.loop.call_soon_threadsafe(self._stream.abort)
+        with contextlib.suppress(RuntimeError):  # the client is closed, and has aborted it
+            self._portal.loop.call_soon_threadsafe(self._stream.abort)
 
     def close(self) -> None:
         """Abort the request unless it has ended, and wait (for a while) until a gateway knows."""
