@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import tokenizers
 
-from deepinfer.text.chat import ChatTemplate
+from deepinfer.text.chat import ChatTemplate, check_messages
 from deepinfer.text.detokenizer import Detokenizer
 from deepinfer.text.errors import ChatTemplateError, TokenizerError
+from deepinfer.text.literal import Literals
 from deepinfer.text.token_bytes import TokenForm
+
+_WORDS = frozenset({"content", "name"})
+"""Fields of a message that hold words of whoever wrote it."""
 
 
 class Tokenizer:
@@ -33,6 +38,8 @@ class Tokenizer:
     ) -> None:
         """Wrap ``backend``; every id given must be in its vocabulary, else TokenizerError."""
         self._backend = backend
+        self._plain_backend: tokenizers.Tokenizer | None = None
+        self._plain_lock = threading.Lock()
         self._bytes: dict[int, bytes] = {}
         self.form = form
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -67,10 +74,7 @@ class Tokenizer:
         expects of a plain prompt. A rendered chat template has them already: pass False.
         Raises ValueError for text that has no UTF-8 form (a lone surrogate).
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text has no UTF-8 form at character {error.start}") from None
+        _check_utf8(text)
         ids = self._backend.encode(text, add_special_tokens=False).ids
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
@@ -83,14 +87,32 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of ``messages`` in the model's own chat format.
 
-        A template may show the date: ``now``, or the local time when it is not given.
+        Special tokens written out in a content do not become tokens: see ``text.literal``. A
+        template may show the date: ``now``, or the local time when it is not given.
         Raises :class:`ChatMessageError` for malformed messages and :class:`ChatTemplateError` for
         a model without a template or a template that refuses them.
         """
         if self.chat is None:
             raise ChatTemplateError("this model has no chat template: send a prompt, not messages")
-        text = self.chat.render(messages, add_generation_prompt=add_generation_prompt, now=now)
-        return self.encode(text, add_special_tokens=False)
+        checked = check_messages(messages)
+        literals = Literals(checked)
+        for message in checked:
+            for field in _WORDS & message.keys():
+                _check_utf8(message[field])
+                message[field] = literals.hide(message[field], self._backend, self.special_ids)
+        text = self.chat.render(checked, add_generation_prompt=add_generation_prompt, now=now)
+        if not literals:
+            return self.encode(text, add_special_tokens=False)
+        return literals.encode(text, self._backend, self._plain(), self.special_ids)
+
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, to which special tokens are text; made when first needed."""
+        with self._plain_lock:
+            if self._plain_backend is None:
+                plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+                plain.encode_special_tokens = True
+                self._plain_backend = plain
+            return self._plain_backend
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``: exactly what a :class:`Detokenizer` emits for them.
@@ -118,3 +140,10 @@ class Tokenizer:
             token = self.token(token_id)
             known = self._bytes[token_id] = b"" if token is None else self.form.to_bytes(token)
         return known
+
+
+def _check_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text has no UTF-8 form at character {error.start}") from None
