@@ -16,6 +16,8 @@ from deepinfer.gateway.service import OPEN_METHODS
 from deepinfer.proto import inference_pb2, link_pb2
 from support.byte_tokenizer import write_byte_tokenizer
 from support.gateway_world import METADATA, TOKEN, World, run_in_world
+from support.local_cluster import local_cluster, run_on
+from support.tiny_model import write_tiny_llama
 
 Test: TypeAlias = Callable[[World], Awaitable[None]]
 Live: TypeAlias = Callable[[Test], None]
@@ -129,6 +131,35 @@ def test_who_watches_is_told_of_every_change_and_of_the_end(live: Live) -> None:
             unknown.cancel()
 
     live(test)
+
+
+def test_a_cluster_serves_until_its_worker_or_its_controller_goes(tmp_path: Path) -> None:
+    """What the gateway reads is what the controller says."""
+    model = write_tiny_llama(tmp_path / "tiny")
+
+    async def test() -> None:
+        for kill in ("worker", "controller"):
+            async with (
+                local_cluster(model, blocks=16) as cluster,
+                grpc.aio.insecure_channel(cluster.addresses["gateway-0"]) as channel,
+            ):
+                stub = health_pb2_grpc.HealthStub(channel)
+                call = stub.Watch(health_pb2.HealthCheckRequest(), metadata=METADATA)
+                status = (await call.read()).status
+                if status == NOT_SERVING:  # not everyone has reported yet
+                    status = (await call.read()).status
+                assert status == SERVING
+                if kill == "worker":
+                    await cluster.workers["worker-0"].stop()
+                else:
+                    assert cluster.controller is not None
+                    await cluster.controller.stop()
+                    cluster.controller = None
+                assert (await call.read()).status == NOT_SERVING
+                call.cancel()
+
+    with asyncio.Runner() as runner:
+        run_on(runner, test)
 
 
 async def reflect(

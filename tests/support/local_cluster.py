@@ -69,7 +69,8 @@ class LocalCluster:
 
     async def status(self) -> dict[str, Any]:
         """The controller's status document."""
-        assert self.controller is not None
+        if self.controller is None:
+            raise LookupError("no controller")
         return await self.controller.status()
 
     def client(self) -> AsyncClient:
