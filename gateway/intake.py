@@ -11,8 +11,13 @@ from deepinfer.text.errors import ChatError, ChatMessageError
 from deepinfer.text.tokenizer import Tokenizer
 
 DEADLINE_MAX_MS = 7 * 24 * 3600 * 1000
-STOP_CHARS_MAX = 1024
 PRIORITY_MAX = 1_000_000
+MESSAGES_MAX = 4_096
+LOGPROB_VALUES_MAX = 1 << 19
+"""Log-probabilities that one request may come to, prompt and all choices: about 100 bytes each,
+kept while the request is."""
+SHOWN_CHARS_MAX = 200
+"""Of a client's or a template's own words in an error: a status has to stay small."""
 
 
 class UnknownModelError(LookupError):
@@ -80,7 +85,8 @@ def build_record(
         UnknownModelError: another model is served.
     """
     if ask.model not in ("", card.model):
-        raise UnknownModelError(f"model {ask.model!r} is not served; {card.model!r} is")
+        asked = ask.model[:SHOWN_CHARS_MAX]
+        raise UnknownModelError(f"model {asked!r} is not served; {card.model!r} is")
     sampling, vocab = ask.sampling, card.vocab_size
     _check_limits(ask, vocab)
     prompt = _prompt_ids(ask, card, arrival_ms)
@@ -97,6 +103,7 @@ def build_record(
             "sampling_params.max_tokens", sampling.max_tokens, f"at most {room}: the prompt has "
             f"{len(prompt)} tokens and the model's context is {card.max_context_tokens}"
         )  # fmt: skip
+    _check_logprobs(sampling, len(prompt))
     stops = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else card.eos_token_ids)
     return RequestRecord(
         request=request,
@@ -117,12 +124,32 @@ def _check_limits(ask: Ask, vocab: int) -> None:
     if abs(ask.priority) > PRIORITY_MAX:
         allowed = f"from {-PRIORITY_MAX} to {PRIORITY_MAX}"
         raise InvalidRequestError("priority", ask.priority, allowed)
-    for stop in ask.sampling.stop:
-        if len(stop) > STOP_CHARS_MAX:
-            allowed = f"at most {STOP_CHARS_MAX} characters"
-            raise InvalidRequestError("sampling_params.stop", f"{len(stop)} characters", allowed)
+    if ask.messages is not None and len(ask.messages) > MESSAGES_MAX:
+        allowed = f"at most {MESSAGES_MAX} messages"
+        raise InvalidRequestError("chat.messages", f"{len(ask.messages)} messages", allowed)
     _check_ids("sampling_params.stop_token_ids", ask.sampling.stop_token_ids, vocab)
     _check_ids("tokenized.input_ids", ask.input_ids or (), vocab)
+    for token_id, _ in ask.sampling.logit_bias:
+        if token_id >= vocab:
+            allowed = f"of ids from 0 to {vocab - 1}"
+            raise InvalidRequestError("sampling_params.logit_bias", token_id, allowed)
+
+
+def _check_logprobs(sampling: SamplingParams, prompt_tokens: int) -> None:
+    """Refuse what would fill the gateway's memory."""
+    values = 0
+    if sampling.logprobs is not None:
+        values += sampling.n * sampling.max_tokens * (1 + sampling.logprobs)
+    if sampling.prompt_logprobs is not None:
+        values += prompt_tokens * (1 + sampling.prompt_logprobs)
+    if values > LOGPROB_VALUES_MAX:
+        raise InvalidRequestError(
+            "sampling_params.logprobs"
+            if sampling.logprobs is not None
+            else "sampling_params.prompt_logprobs",
+            f"{values} log-probabilities in all",
+            f"fewer: {LOGPROB_VALUES_MAX} at most, of the prompt and of n * max_tokens tokens",
+        )
 
 
 def _check_ids(name: str, ids: tuple[int, ...], vocab: int) -> None:
@@ -149,7 +176,8 @@ def _prompt_ids(ask: Ask, card: ModelCard, arrival_ms: int) -> tuple[int, ...]:
         except ChatMessageError as error:
             raise InvalidRequestError(f"chat.{error.name}", error.value, error.allowed) from error
         except ChatError as error:
-            raise InvalidRequestError(name, f"{len(ask.messages)} messages", str(error)) from error
+            refusal = f"ones that the model takes: {str(error)[:SHOWN_CHARS_MAX]}"
+            raise InvalidRequestError(name, f"{len(ask.messages)} messages", refusal) from error
     else:
         raise InvalidRequestError("input", None, "one of tokenized, text and chat")
     if not ids:

@@ -103,7 +103,8 @@ class SamplingParams:
         check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2")
         check("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0, at most 100")
         check("max_tokens", self.max_tokens >= 1, "1 or more")
-        check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        allowed = f"between 0 and max_tokens, which is {self.max_tokens}"
+        check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, allowed)
         check("n", 1 <= self.n <= CHOICES_MAX, f"between 1 and {CHOICES_MAX}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)

@@ -360,7 +360,7 @@ def test_malformed_messages_are_refused(live: Live) -> None:
         ([], "first message must be hello"),
         ([link_pb2.FromWorker(tokens=link_pb2.Tokens())], "first message must be hello"),
         ([link_pb2.FromWorker(hello=link_pb2.Hello())], "must not be empty"),
-        ([None, link_pb2.FromWorker()], "must be attach, tokens or notice"),
+        ([None, link_pb2.FromWorker()], "must be attach, scores, tokens or notice"),
         ([None, link_pb2.FromWorker(tokens=link_pb2.Tokens(finish_reason="x"))], "finish_reason"),
         ([None, link_pb2.FromWorker(notice=link_pb2.LinkNotice())], "notice.kind = 0"),
     ],
