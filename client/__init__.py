@@ -12,6 +12,7 @@ Nothing here may import another part of DeepInfer except ``proto`` and the share
 """
 
 from deepinfer.client.aio import AsyncClient
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.client.errors import (
     Aborted,
     ClientClosed,
@@ -55,6 +56,7 @@ __all__ = [
     "Choice",
     "Client",
     "ClientClosed",
+    "ClientConfig",
     "Completion",
     "DeadlineExceeded",
     "DeepInferError",

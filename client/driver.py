@@ -14,6 +14,7 @@ import grpc
 
 from deepinfer.client import results, tls, wire
 from deepinfer.client.channels import Channels
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.client.core.events import (
     AbortAnswered,
     AbortRequested,
@@ -32,7 +33,7 @@ from deepinfer.client.core.events import (
     Tick,
     Wait,
 )
-from deepinfer.client.core.resume import ClientConfig, ClientCore
+from deepinfer.client.core.resume import ClientCore
 from deepinfer.client.errors import (
     Aborted,
     ClientClosed,

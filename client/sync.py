@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 from deepinfer.client.aio import AsyncClient
-from deepinfer.client.core.resume import ClientConfig
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.client.errors import ClientClosed
 from deepinfer.client.request import Message, Options, Prompt
 from deepinfer.client.results import Completion, Event, Model

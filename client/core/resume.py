@@ -7,8 +7,7 @@ other, until nothing has been heard for ``give_up_ms``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.client.core.events import (
     AbortAnswered,
     AbortRequested,
@@ -56,36 +55,6 @@ _FINAL = {
 def failure_of(code: str) -> Failure | None:
     """What a status means for a caller; None if another attempt may do better."""
     return _FINAL.get(code)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """Times of one request's reconnecting; checked on construction.
-
-    Raises:
-        ValueError: a value is below 1; names the field.
-    """
-
-    accept_timeout_ms: int = 10_000
-    """How long an attempt may go without ``Accepted`` before the next endpoint is tried."""
-    backoff_first_ms: int = 50
-    backoff_max_ms: int = 2_000
-    connect_give_up_ms: int = 15_000
-    """How long a request may go without being accepted before it fails."""
-    give_up_ms: int = 60_000
-    """How long nothing new may be heard of an accepted request before it fails."""
-    deadline_slack_ms: int = 1_000
-    """How long after a request's deadline its gateway may take to say so."""
-    contradictions_max: int = 8
-    """Streams in a row that contradict what is here, and bring nothing new, before it fails."""
-    abort_attempts_max: int = 8
-    abort_accept_ms: int = 2_000
-    """How long an abort waits for ``Accepted``, without which there is no id to abort."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            if getattr(self, f.name) < 1:
-                raise ValueError(f"{f.name} = {getattr(self, f.name)}: must be 1 or more")
 
 
 class ClientCore:
@@ -258,6 +227,10 @@ class ClientCore:
 
     def _ended(self, end: StreamEnded, now_ms: int) -> None:
         code, detail = end.code, end.detail
+        if self._heard and now_ms - self._opened_ms >= self.config.backoff_max_ms:
+            # It was in a gateway's hands until now, though nothing new came of it: a request may
+            # wait for longer than patience lasts. One that is lost again and again is not.
+            self._progress_ms, self._failures = now_ms, 0
         refused = end.untrusted or code == "RESOURCE_EXHAUSTED"
         if refused and self._accepted is None:  # another endpoint may do better
             self._refusing.add(self._endpoint)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.client import Accepted, AsyncClient, AsyncStream, DeepInferError
-from deepinfer.client.core.resume import ClientConfig
+from deepinfer.client.core.config import ClientConfig
 
 PATIENCE_MS = 120_000
 """For the first word of a stream: all are opened at once, and one of them is the last."""

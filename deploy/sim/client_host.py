@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.client.core.events import (
     AbortAnswered,
     AbortRequested,
@@ -21,7 +22,7 @@ from deepinfer.client.core.events import (
     Tick,
     Wait,
 )
-from deepinfer.client.core.resume import ClientConfig, ClientCore
+from deepinfer.client.core.resume import ClientCore
 from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.host import Host
 from deepinfer.deploy.sim.network import Stream

@@ -20,7 +20,7 @@ from deepinfer.client import (
     Unauthenticated,
     Unavailable,
 )
-from deepinfer.client.core.resume import ClientConfig
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.gateway.keys import resume_key
 from deepinfer.gateway.service import MESSAGE_BYTES_MAX, RECEIVE_BYTES_MAX
 from deepinfer.kvstore.core.ids import RequestId, Seq

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from deepinfer.client import AsyncClient, Unavailable
-from deepinfer.client.core.resume import ClientConfig
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
 from deepinfer.proto import control_pb2_grpc
 from deepinfer.text.load import load_tokenizer

@@ -23,7 +23,7 @@ from deepinfer.client import (
     Unauthenticated,
     Unavailable,
 )
-from deepinfer.client.core.resume import ClientConfig
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.kvstore.core.ids import Run, Seq
 from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc

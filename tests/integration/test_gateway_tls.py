@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from deepinfer.client import AsyncClient, TlsOptions, Unauthenticated, Unavailable, Untrusted
-from deepinfer.client.core.resume import ClientConfig
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
 from deepinfer.gateway.tls import ServerTls
 from deepinfer.proto import control_pb2_grpc, inference_pb2, link_pb2_grpc

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.client.core import events as c
-from deepinfer.client.core.resume import ClientConfig, ClientCore
+from deepinfer.client.core.config import ClientConfig
+from deepinfer.client.core.resume import ClientCore
 from deepinfer.gateway.core import events as g
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.core.gateway import GatewayCore

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 
 from deepinfer.client import AsyncClient
-from deepinfer.client.core.resume import ClientConfig
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.health import Health
 from deepinfer.gateway.intake import ModelCard

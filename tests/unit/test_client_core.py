@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from deepinfer.client.core.config import ClientConfig
 from deepinfer.client.core.events import (
     AbortAnswered,
     AbortRequested,
@@ -23,7 +24,7 @@ from deepinfer.client.core.events import (
     Tick,
     Wait,
 )
-from deepinfer.client.core.resume import ClientConfig, ClientCore
+from deepinfer.client.core.resume import ClientCore
 from deepinfer.kvstore.core.ids import RequestId, Run, Seq, WorkerId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, NoticeKind
 from deepinfer.kvstore.core.requests import FinishReason, Token
@@ -394,3 +395,33 @@ def test_a_tick_that_comes_too_early_does_not_lose_the_retry() -> None:
     assert isinstance(wait, Wait)
     assert core.handle(Tick(), wait.due_ms - 1) == [wait]
     assert core.handle(Tick(), wait.due_ms)[0] == OpenGenerate(2, "a")
+
+
+def test_who_has_waited_long_at_a_gateway_is_patient_when_it_dies() -> None:
+    """The queue was long, so nothing was heard for longer than patience lasts."""
+    bench = Bench("a", "b", give_up_ms=5_000)
+    bench.tell(Start(), Got(1, ACCEPTED))
+    bench.now_ms += 600_000
+    assert bench.tell(StreamEnded(1, "UNAVAILABLE", "gone")) == []
+    (resumed,) = bench.retry(50)
+    assert isinstance(resumed, OpenResume)
+    bench.now_ms += 6_000
+    (failed,) = bench.tell(StreamEnded(2, "UNAVAILABLE", "gone"))
+    assert isinstance(failed, Fail)
+    assert failed.failure is Failure.UNAVAILABLE
+
+
+def test_streams_that_are_lost_again_and_again_do_not_count_as_being_served() -> None:
+    bench = Bench("a", give_up_ms=5_000)
+    bench.tell(Start(), Got(1, ACCEPTED))
+    for attempt in range(1, 100):
+        bench.now_ms += 500
+        ended = bench.tell(StreamEnded(attempt, "UNAVAILABLE", "gone"))
+        if ended:
+            break
+        bench.now_ms += 2_000
+        bench.tell(Tick(), Got(attempt + 1, ACCEPTED))
+    (failed,) = ended
+    assert isinstance(failed, Fail)
+    assert failed.failure is Failure.UNAVAILABLE
+    assert bench.now_ms <= 5_000 + 2_500
