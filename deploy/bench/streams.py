@@ -53,7 +53,8 @@ if TYPE_CHECKING:
         inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
     ]
 
-CROWD_TOKENS = 4
+CROWD_PROMPT_TOKENS, CROWD_TOKENS = 2, 1
+"""What a request is does not matter while it waits; its turn should come soon then."""
 SMALL_WINDOW = (
     # So few bytes are taken before they are asked for: the gateway soon cannot write any more.
     ("grpc.http2.lookahead_bytes", 1024),
@@ -62,6 +63,8 @@ SMALL_WINDOW = (
 )
 SETTLE_S = 20.0
 POLL_S = 0.1
+REPORT_S = 2.0
+"""Longer than a gateway takes to report what it has accepted."""
 
 
 def run_streams(*, model: str, load: Load, output: Path, console: Console) -> bool:
@@ -152,9 +155,9 @@ async def measure_phase(cluster: Cluster, load: Load, name: str) -> Phase:
         crowd = [await _start(endpoints, cluster.token, n) for n in _shares(load, with_crowd)]
         try:
             opened = [json.loads(await _line(process)) for process in crowd]
+            waiting = await _in_line(client, load.streams if with_crowd else 0)
             marks[1] = received
             with_all = Footprint.of(gateway)
-            waiting = int((await client.status())["waiting"])
             choice = await first
             got = await (second or _read(call))
             ended = [json.loads(await _line(process)) for process in crowd]
@@ -229,7 +232,7 @@ async def _start(endpoints: list[str], token: str, streams: int) -> Process:
         endpoints=tuple(endpoints),
         token=token,
         streams=streams,
-        prompt_tokens=PROMPT_TOKENS,
+        prompt_tokens=CROWD_PROMPT_TOKENS,
         max_tokens=CROWD_TOKENS,
     )
     assert process.stdin is not None, "it was asked for"
@@ -244,6 +247,16 @@ async def _line(process: Process) -> bytes:
     if not line:
         raise RuntimeError(f"a process of the crowd has ended with code {await process.wait()}")
     return line
+
+
+async def _in_line(client: AsyncClient, expected: int) -> int:
+    """Sequences that the controller has in line, once it has heard of as many as are expected."""
+    for _ in range(round(REPORT_S / POLL_S)):
+        waiting = int((await client.status())["waiting"])
+        if waiting >= expected:
+            break
+        await asyncio.sleep(POLL_S)
+    return waiting
 
 
 async def _settled(client: AsyncClient) -> None:

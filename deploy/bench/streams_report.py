@@ -26,7 +26,7 @@ class Load:
     streams: int = 1_000
     processes: int = 1
     """Of the crowd."""
-    tokens: int = 320
+    tokens: int = 160
     """Of the request that is measured."""
     rounds: int = 2
 
@@ -179,9 +179,9 @@ def plot(figures: dict[str, Any], done: list[Phase], path: Path) -> None:
         times.plot(values, [(i + 1) / len(values) for i in range(len(values))], label=name)
     times.set_xlabel("ms between two tokens")
     times.set_ylabel("share of intervals")
-    times.set_xscale("log")
+    times.set_xlim(left=0)
     times.grid(alpha=0.3)
-    times.legend(loc="lower right")
+    times.legend(loc="upper left")
     gateway = figures["gateway"]
     names = ("before", "with_all", "after")
     heights = [gateway[name][0]["rss_bytes"] / 2**20 for name in names]
