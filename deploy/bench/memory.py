@@ -203,7 +203,7 @@ def _plot(found: Mapping[str, Mapping[str, Usage]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = list(reversed(found[MOMENTS[-1]]))
+    names = list(found[MOMENTS[-1]])[::-1]
     figure, axis = pyplot.subplots(figsize=(9, 0.5 + 0.42 * len(names)))
     height = 0.27
     for place, (label, size) in enumerate(
