@@ -383,32 +383,6 @@ def test_a_worker_that_talks_nonsense_is_cut_off(
     live(test)
 
 
-def test_every_rpc_needs_the_token(live: Live) -> None:
-    async def test(world: World) -> None:
-        services = {
-            **inference_pb2.DESCRIPTOR.services_by_name,
-            **link_pb2.DESCRIPTOR.services_by_name,
-        }
-        methods = [
-            f"/{service.full_name}/{method.name}"
-            for service in services.values()
-            for method in service.methods
-        ]
-        assert len(methods) == 6
-        async with grpc.aio.insecure_channel(world.gateway.address) as channel:
-            for path in methods:
-                for metadata in (
-                    (),
-                    (("authorization", "Bearer wrong"),),
-                    (("authorization", TOKEN),),
-                    (("authorization", f"Bearer {TOKEN} "),),
-                ):
-                    call = channel.stream_stream(path, None, None)(None, metadata=metadata)
-                    assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, (path, metadata)
-
-    live(test)
-
-
 def test_the_synchronous_client(live: Live) -> None:
     """In a process of its own: gRPC's asynchronous side wants one loop a process."""
     script = textwrap.dedent(
