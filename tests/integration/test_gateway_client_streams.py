@@ -195,7 +195,7 @@ def test_more_requests_than_the_bound_are_refused(live: Live) -> None:
         ({"top_p": 0.0}, "sampling_params.top_p", "above 0 and at most 1"),
         ({"n": 65}, "sampling_params.n", "between 1 and 64"),
         ({"stop": [""]}, "sampling_params.stop", "non-empty"),
-        ({"stop": ["x" * 2000]}, "sampling_params.stop", "at most 1024 characters"),
+        ({"stop": ["x" * 2000]}, "sampling_params.stop[0]", "at most 1024 characters"),
         ({"max_tokens": 600}, "sampling_params.max_tokens", "at most 511"),
         ({"min_tokens": 9, "max_tokens": 3}, "sampling_params.min_tokens", "max_tokens"),
         ({"stop_token_ids": [9999]}, "sampling_params.stop_token_ids[0]", "from 0 to 258"),

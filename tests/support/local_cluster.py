@@ -131,6 +131,7 @@ async def local_cluster(
     prefill_chunk_tokens: int = 512,
     orphan_grace_ms: int = 5_000,
     block_size: int = BLOCK_SIZE,
+    prefix_cache: bool = False,
     controller: ControllerConfig | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """A cluster of one worker with a pool of ``blocks``, for as long as the block lasts."""
@@ -161,7 +162,7 @@ async def local_cluster(
                     block_size=block_size,
                     block_bytes=layout.block_bytes,
                     prefill_chunk_tokens=prefill_chunk_tokens,
-                    prefix_cache=False,
+                    prefix_cache=prefix_cache,
                 ),
             ),
             cluster.find,
