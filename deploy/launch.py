@@ -67,6 +67,9 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
             remember(here)
             stack.callback(console.print, "stopping")
             console.print(f"serving {config.model} at {', '.join(cluster.endpoints)}")
+            if certificate is not None:
+                trust = f"TLS: clients say grpcs://host:port and trust who signed {certificate.file}"
+                console.print(trust, markup=False)
             console.print(f"token in {cluster.token_file}; Ctrl-C stops", markup=False)
             while True:
                 time.sleep(WAKE_S)
