@@ -62,7 +62,8 @@ class ScrapeSettings:
         if self.cert_file is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.client_ca_file)
-        context.load_cert_chain(self.cert_file, self.key_file)
+        # No password: OpenSSL would ask for one at the terminal.
+        context.load_cert_chain(self.cert_file, self.key_file, password="")
         if self.client_ca_file is not None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
