@@ -68,8 +68,8 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
             stack.callback(console.print, "stopping")
             console.print(f"serving {config.model} at {', '.join(cluster.endpoints)}")
             if certificate is not None:
-                trust = f"TLS: clients say grpcs://host:port and trust who signed {certificate.file}"
-                console.print(trust, markup=False)
+                how = f"TLS: grpcs://host:port, with the root of {certificate.file}"
+                console.print(how, markup=False)
             console.print(f"token in {cluster.token_file}; Ctrl-C stops", markup=False)
             while True:
                 time.sleep(WAKE_S)
