@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+NAMESPACE = "deepinfer"
+"""The Ray namespace of all of a cluster's actors."""
 CONTROLLER = "controller"
 
 

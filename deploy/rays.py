@@ -1,0 +1,249 @@
+"""The Ray under a cluster: a head of our own, or one that runs already.
+
+Both are asked to ``start`` (which says where actors go) and to ``stop``; nothing is left of the
+first, and the second is left as it was found.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from deepinfer.deploy import interrupts
+from deepinfer.deploy.access import CONTROLLER, NAMESPACE
+from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.errors import LaunchError, cause_of
+from deepinfer.deploy.nodes import HERE, Nodes, check_reachable, choose_nodes
+
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Ray's own object store carries no KV; this is about the least that it accepts."""
+NODES_TIMEOUT_S = 180.0
+"""How long Ray's nodes may take to join, if their number is given."""
+GONE_S = 2.0
+"""How long killed actors may take to lose their names."""
+
+
+@dataclass(slots=True)
+class OwnRay:
+    """A Ray head on this machine's loopback, started and stopped with the cluster."""
+
+    starting: str = "starting Ray"
+    session: Path | None = None
+    """The folder with Ray's sockets and logs; removed unless something failed."""
+    _started: bool = False
+
+    def start(self, config: ClusterConfig) -> Nodes:
+        """Start it.
+
+        Raises:
+            LaunchError: this process has started or joined a Ray already.
+        """
+        _import_ray()
+        self._started = True
+        with interrupts.held():  # a Ray that is half started leaves processes behind
+            self.session = _start_ray(config.log_level)
+        return HERE
+
+    @property
+    def up(self) -> bool:
+        """Whether actors can be called."""
+        return self._started and _initialized()
+
+    def stop(self, killed: tuple[str, ...], *, keep_logs: bool) -> None:
+        """Stop it, half started or not, and whoever is left in it."""
+        if not self._started:
+            return
+        import ray
+
+        ray.shutdown()  # of one that came up only half, too
+        self._started = False
+        if self.session is not None and not keep_logs:
+            _remove_session(self.session)
+
+
+@dataclass(slots=True)
+class RunningRay:
+    """A Ray that others started: found by ``RAY_ADDRESS``, as a Ray job has it, or on this machine.
+
+    ``wanted`` is how many of its nodes are to compute.
+    """
+
+    wanted: int | Literal["all"] = "all"
+    address: str = "auto"
+    starting: str = "joining Ray"
+    session: Path | None = None
+    """The folder with Ray's logs on this node."""
+    _joined: bool = False
+
+    def start(self, config: ClusterConfig) -> Nodes:
+        """Join it, and wait for as many nodes as are wanted.
+
+        Raises:
+            LaunchError: there is none, or it does not let us in, or a cluster runs there already,
+                or it has too few nodes, or they could not reach the gateways.
+        """
+        self.join()
+        self._refuse_second()
+        deadline = time.monotonic() + NODES_TIMEOUT_S
+        while True:
+            try:
+                nodes = self._nodes()
+                break
+            except LaunchError:
+                if self.wanted == "all" or time.monotonic() > deadline:
+                    raise
+            interrupts.check()
+            time.sleep(0.5)
+        check_reachable(config, nodes)
+        return nodes
+
+    def join(self) -> None:
+        """Connect this process.
+
+        Raises:
+            LaunchError: there is no Ray, or it does not let us in.
+        """
+        with interrupts.held():
+            import ray
+            from ray.exceptions import RayError
+        if ray.is_initialized():
+            raise LaunchError("this process already uses Ray: stop that first (ray.shutdown())")
+        try:
+            with interrupts.held():
+                context: Any = ray.init(
+                    address=self.address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+        except (ConnectionError, RuntimeError, RayError) as error:
+            raise LaunchError(f"cannot join Ray: {cause_of(error)}") from error
+        self._joined = True
+        folder = context.address_info.get("session_dir")
+        self.session = Path(folder) if folder else None
+
+    @property
+    def up(self) -> bool:
+        """Whether actors can be called."""
+        return self._joined and _initialized()
+
+    def stop(self, killed: tuple[str, ...], *, keep_logs: bool) -> None:
+        """Leave it, once the killed actors have lost their names.
+
+        Raises:
+            LaunchError: some still have theirs after ``GONE_S``.
+        """
+        if not self._joined:
+            return
+        import ray
+
+        try:
+            if ray.is_initialized():
+                await_gone(killed)
+        finally:
+            self._joined = False
+            ray.shutdown()
+
+    def _refuse_second(self) -> None:
+        if CONTROLLER in members():
+            raise LaunchError(
+                "a DeepInfer cluster runs in this Ray already: stop its job (`ray job stop`), or "
+                "remove a detached one with `python -m deepinfer.deploy.job --down`"
+            )
+
+    def _nodes(self) -> Nodes:
+        import ray
+
+        records = ray.nodes()  # type: ignore[no-untyped-call]
+        return choose_nodes(records, ray.get_runtime_context().get_node_id(), self.wanted)
+
+
+def members() -> tuple[str, ...]:
+    """The names of the cluster's actors in the Ray that this process has joined."""
+    import ray.util
+
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return tuple(sorted(each["name"] for each in listed if each["namespace"] == NAMESPACE))
+
+
+def await_gone(names: tuple[str, ...]) -> None:
+    """Wait until killed actors have lost their names.
+
+    Raises:
+        LaunchError: some still have theirs after ``GONE_S``.
+    """
+    deadline = time.monotonic() + GONE_S
+    while left := [name for name in members() if name in names]:
+        if time.monotonic() > deadline:
+            raise LaunchError(f"still there {GONE_S:g} s after they were killed: {', '.join(left)}")
+        time.sleep(0.05)
+
+
+def _import_ray() -> None:
+    """Import Ray as this launcher needs it.
+
+    Raises:
+        LaunchError: this process has started or joined a Ray already.
+    """
+    if "ray" not in _loaded():
+        # Read when Ray is imported; a process that imported it before has what it chose, and
+        # ray.init turns token authentication on by itself where nobody chose.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs its workers at niceness 15, for batch jobs; these are servers.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would join a cluster named here; the launcher wants one of its own.
+    os.environ.pop("RAY_ADDRESS", None)
+    with interrupts.held():
+        import ray
+
+    if ray.is_initialized():
+        raise LaunchError("this process already uses Ray: stop that first (ray.shutdown())")
+
+
+def _start_ray(log_level: str) -> Path | None:
+    """Start a Ray head of our own, on loopback, with token authentication.
+
+    Returns:
+        The folder of its session.
+    """
+    import ray
+
+    try:
+        context: Any = ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=log_level == "debug",
+            logging_level=logging.WARNING,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise LaunchError(f"Ray does not start: {cause_of(error)}") from error
+    folder = context.address_info.get("session_dir")
+    return Path(folder) if folder else None
+
+
+def _remove_session(folder: Path) -> None:
+    """Remove what Ray leaves of a session: logs, sockets, and the link to the latest one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    latest = folder.parent / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
+
+
+def _loaded() -> frozenset[str]:
+    return frozenset(sys.modules)
+
+
+def _initialized() -> bool:
+    import ray
+
+    return bool(ray.is_initialized())
