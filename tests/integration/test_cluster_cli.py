@@ -1,14 +1,20 @@
-"""``deepinfer up``, ``status``, ``generate`` and ``down`` as people run them; nothing is left."""
+"""The command line as people run it, from ``up`` to ``down`` or Ctrl-C; nothing is left."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +23,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deepinfer.client import Accepted, Client, RequestFailed
 from support.cluster import Oracle, processes_with, tiny_model
 
 MARK = "XDG_STATE_HOME"
@@ -49,6 +56,13 @@ class Home:
             timeout=START_S,
             check=False,
         )
+
+    def ray_session(self) -> Path:
+        """The folder of the Ray that runs for this home."""
+        commands = " ".join(self.processes().values())
+        found = re.search(r"/[^ =]*/session_[0-9_-]+", commands)
+        assert found is not None, commands
+        return Path(found[0])
 
     def refused(self, *arguments: str) -> str:
         """Run a command that must fail with one message and no traceback; return the message."""
@@ -94,13 +108,73 @@ class Up:
         assert found is not None
         return found[1]
 
-    def ctrl_c(self) -> None:
-        """What a terminal does: the signal goes to all of the process group."""
-        os.killpg(self.process.pid, signal.SIGINT)
+    def send(self, number: signal.Signals) -> None:
+        """SIGINT goes to all of the process group, as a terminal does it."""
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
 
     def end(self) -> int:
         """Wait until it ends by itself; return its exit code."""
         return self.process.wait(timeout=STOP_S)
+
+
+class Terminal:
+    """A command at a terminal of its own."""
+
+    def __init__(self, home: Home, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.resize(rows=30, columns=100)
+        environment = {k: v for k, v in home.environment.items() if k not in ("COLUMNS", "LINES")}
+        self._process = subprocess.Popen(
+            home.command(*arguments),
+            env=environment | {"TERM": "xterm"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._said = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._ours)
+
+    def resize(self, *, rows: int, columns: int) -> None:
+        size = struct.pack("HHHH", rows, columns, 0, 0)
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, size)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str, *, more: int = 0) -> None:
+        """Read until ``text`` has come, and so many characters behind it; forget all of that."""
+        deadline = time.monotonic() + STOP_S
+        while (at := self._said.find(text)) < 0 or len(self._said) < at + len(text) + more:
+            assert time.monotonic() < deadline, f"no {text!r} in {self._said!r}"
+            self._read(0.1)
+        self._said = self._said[at + len(text) :]
+
+    def end(self) -> int:
+        """Wait until it ends by itself; return its exit code."""
+        deadline = time.monotonic() + STOP_S
+        while (code := self._process.poll()) is None:
+            assert time.monotonic() < deadline, self._said
+            self._read(0.1)
+        return code
+
+    def _read(self, timeout_s: float) -> None:
+        ready, _, _ = select.select([self._ours], [], [], timeout_s)
+        if ready:
+            with contextlib.suppress(OSError):  # it has ended
+                self._said += os.read(self._ours, 65536).decode(errors="replace")
 
 
 @contextlib.contextmanager
@@ -159,6 +233,11 @@ def config(home: Home) -> Path:
             "prefill_chunk_tokens: 600\nmax_batch_tokens: 512",
             "prefill_chunk_tokens = 600: must not exceed max_batch_tokens = 512",
         ),
+        ("block_size: 0", "block_size = 0: "),
+        ("model: demo\nmodel: [", "not YAML"),
+        ("token_file: {folder}", "token file {folder}: cannot be read"),
+        ("token_file: {folder}/short", "must hold one line of 16 to 4096"),
+        ("port: {taken}", "cannot listen on 127.0.0.1:{taken}: Address already in use"),
         ("port: 65535\ngateways: 2", "the last port would be 65536"),
         ("model: nowhere/at/all", "nowhere/at/all"),
         ("max_cache: 10 bytes", "max_cache"),
@@ -170,10 +249,50 @@ def config(home: Home) -> Path:
 def test_bad_configuration_is_one_message(
     home: Home, tmp_path: Path, line: str, message: str
 ) -> None:
+    (tmp_path / "short").write_text("short\n")
     file = tmp_path / "cluster.yaml"
-    file.write_text(line)
-    assert message in home.refused("up", "--config", str(file))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        known = {"{folder}": str(tmp_path), "{taken}": str(other.getsockname()[1])}
+        for name, value in known.items():
+            line, message = line.replace(name, value), message.replace(name, value)
+        file.write_text(line)
+        assert message in home.refused("up", "--config", str(file))
     home.assert_no_process()
+
+
+def test_a_missing_file_is_one_message_and_a_wrong_flag_is_the_command_lines(home: Home) -> None:
+    assert "cannot be read" in home.refused("up", "--config", "nowhere.yaml")
+    assert home.run("up", "--wokers", "2").returncode == 2
+    assert home.run("generate", "hello", "--n", "2").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("up --kv-cache-dtype fp", {"fp16", "fp8", "fp8_e5m2"}),
+        ("up --victim-policy ", {"lru", "youngest", "cost"}),
+        ("st", {"status"}),
+        ("bench off", {"offload"}),
+    ],
+)
+def test_a_shell_completes_commands_and_values(home: Home, typed: str, offered: set[str]) -> None:
+    words = f"deepinfer {typed}"
+    done = subprocess.run(
+        home.command(),
+        env=home.environment
+        | {
+            "_DEEPINFER_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        },
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert set(done.stdout.split()) == offered, done.stderr
 
 
 def test_commands_without_a_cluster_say_so(home: Home) -> None:
@@ -191,11 +310,24 @@ def test_from_up_to_down(home: Home, config: Path, tmp_path: Path) -> None:
         said = home.refused("up", "--config", str(config), "--port", port)
         assert f"a cluster already serves at {endpoint}" in said
         assert "deepinfer down" in said
+        _check_chat_and_top(home)
+        _check_terminals(home)
         members = home.processes()
         assert sum("WorkerActor" in command for command in members.values()) == 1, members
         assert any("raylet" in command for command in members.values()), members
-        down = home.run("down")
-        assert (down.returncode, down.stdout.strip()) == (0, "stopped"), down.stderr
+        session = home.ray_session()
+        assert session.is_dir()
+        token = (home.folder / "deepinfer" / "token").read_text().strip()
+        with (
+            Client(endpoint, token=token) as client,
+            client.stream("once upon", max_tokens=480, ignore_eos=True) as stream,
+        ):
+            assert isinstance(next(stream), Accepted)
+            down = home.run("down")
+            assert (down.returncode, down.stdout.strip()) == (0, "stopped"), down.stderr
+            with pytest.raises(RequestFailed, match="the cluster was stopped"):
+                stream.completion()
+        assert not session.exists()
         assert one.end() == 0
         assert "Traceback" not in one.log.read_text()
         home.assert_no_process()
@@ -236,6 +368,43 @@ def _check_generate(home: Home, config: Path) -> None:
         assert done.stdout == right + "\n"
 
 
+def _check_chat_and_top(home: Home) -> None:
+    done = home.run("generate", "hi", "--json", "--n", "2", "--logprobs", "1", "--max-tokens", "3")
+    answer = json.loads(done.stdout)
+    assert [len(choice["logprobs"]) for choice in answer["choices"]] == [
+        len(choice["token_ids"]) for choice in answer["choices"]
+    ]
+    chat = home.run("chat", "--max-tokens", "5", "--temperature", "0", input="hi\n/stats\nyou\n")
+    assert chat.returncode == 0, chat.stderr
+    assert "all: 1 answers, " in chat.stderr
+    assert chat.stderr.count(" tok/s") == 3
+    top = home.run("top", "--once", "--interval", "0.1")
+    assert top.returncode == 0, top.stderr
+    for text in ("worker-0", "store-local", "0 / 64", "0 requests", "no requests"):
+        assert text in top.stdout
+
+
+def _check_terminals(home: Home) -> None:
+    """Chat and top where there is a terminal: Ctrl-C keeps the chat, q ends top."""
+    with Terminal(home, "chat", "--max-tokens", "400") as chat:
+        chat.wait_for("> ")
+        chat.type("tell me all of it\n")
+        chat.wait_for("tell me all of it\r\n", more=1)
+        chat.type("\x03")
+        chat.wait_for("[aborted]")
+        chat.wait_for("> ")
+        chat.type("/stats\n")
+        chat.wait_for("no answer yet")
+        chat.type("\x04")
+        assert chat.end() == 0
+    with Terminal(home, "top", "--interval", "0.2") as top:
+        top.wait_for("no requests")
+        top.resize(rows=12, columns=60)
+        top.wait_for("worker-0")
+        top.type("q")
+        assert top.end() == 0
+
+
 def _check_who_may_ask(home: Home, endpoint: str, folder: Path) -> None:
     wrong = folder / "token"
     wrong.write_text("a-token-of-somebody-else\n")
@@ -247,26 +416,45 @@ def _check_who_may_ask(home: Home, endpoint: str, folder: Path) -> None:
     assert missing in home.refused("status", "--endpoint", endpoint, "--token-file", missing)
 
 
-def test_ctrl_c_while_it_serves(home: Home, config: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "signals"),
+    [
+        ("opening the model", (signal.SIGINT, signal.SIGINT)),
+        ("starting Ray", (signal.SIGTERM,)),
+        ("starting controller", (signal.SIGINT,)),
+        ("waiting for", (signal.SIGINT, signal.SIGTERM)),
+        ("Ctrl-C stops", (signal.SIGINT, signal.SIGINT)),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else str(len(value)),
+)
+def test_it_stops_at_any_moment(
+    home: Home, config: Path, said: str, signals: tuple[signal.Signals, ...]
+) -> None:
+    """As it goes through its start, and while it serves; one signal or two at once."""
     with up(home, "--config", str(config)) as one:
-        assert one.endpoint
-        one.ctrl_c()
+        one.wait_for(said)
+        time.sleep(0.2)  # into the step, not at its first instruction
+        for number in signals:
+            one.send(number)
         assert one.end() == 0
         assert "Traceback" not in one.log.read_text()
         home.assert_no_process()
 
 
-@pytest.mark.parametrize("member", ["raylet", "WorkerActor"])
-def test_ctrl_c_while_it_starts(home: Home, config: Path, member: str) -> None:
-    """Once Ray is there, and once a worker is."""
-    with up(home, "--config", str(config)) as one:
-        deadline = time.monotonic() + START_S
-        while not any(member in command for command in home.processes().values()):
-            assert one.process.poll() is None, one.log.read_text()
-            assert time.monotonic() < deadline, home.processes()
-            time.sleep(0.02)
-        assert "Ctrl-C stops" not in one.log.read_text()
-        one.ctrl_c()
-        assert one.end() == 0
-        assert "Traceback" not in one.log.read_text()
-        home.assert_no_process()
+def test_a_token_file_that_others_can_read_is_warned_of(
+    home: Home, config: Path, tmp_path: Path
+) -> None:
+    """And a launcher that is killed outright takes its cluster with it."""
+    token = tmp_path / "token"
+    token.write_text("a-token-of-enough-characters\n")
+    token.chmod(0o644)
+    with up(home, "--config", str(config), "--token-file", str(token)) as one:
+        assert f"warning: token file {token}: others can read it" in one.wait_for("Ctrl-C stops")
+        one.process.kill()
+        one.process.wait()
+        deadline = time.monotonic() + STOP_S
+        # Two agents of Ray's try for a minute to reach what is gone; they hold no port of ours.
+        while left := [c for c in home.processes().values() if "Agent" not in c]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    assert "no cluster runs here" in home.refused("status")
