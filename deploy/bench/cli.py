@@ -176,7 +176,7 @@ def bench_streams(
     processes: Annotated[int, typer.Option(min=1, max=16, help="That open them.")] = 1,
     tokens: Annotated[
         int, typer.Option(min=16, max=100_000, help="Of the request that is measured.")
-    ] = 160,
+    ] = 144,
     rounds: Annotated[int, typer.Option(min=1, max=1000)] = 2,
     output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
         "docs/results"

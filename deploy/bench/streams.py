@@ -22,7 +22,7 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,7 @@ SMALL_WINDOW = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.enable_http_proxy", 0),
 )
+WARM_UP_TOKENS = 64
 SETTLE_S = 20.0
 POLL_S = 0.1
 REPORT_S = 2.0
@@ -94,6 +95,8 @@ def run_streams(*, model: str, load: Load, output: Path, console: Console) -> bo
             progress.update(task, description=text)
 
         with Cluster(config, say=tell) as cluster:
+            tell("warming up")  # a cluster that has just started is still busy with that
+            asyncio.run(measure_phase(cluster, replace(load, tokens=WARM_UP_TOKENS), "alone"))
             for _ in range(load.rounds):
                 for name in PHASES:
                     tell(name)
