@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer.gateway import shell as shell_module
 from deepinfer.gateway.core.config import GatewayConfig
-from deepinfer.gateway.core.events import StreamReady, Tick, ToStream
+from deepinfer.gateway.core.events import Code, EndStream, StreamReady, Tick, ToStream
 from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
 from deepinfer.gateway.shell import Shell, WorkerLink, wall_clock
@@ -132,3 +132,20 @@ def test_the_clock_only_goes_forward() -> None:
     times = [clock() for _ in range(100)]
     assert times == sorted(times)
     assert times[0] > 1_600_000_000_000
+
+
+def test_a_cluster_that_stops_ends_every_stream_for_good(shell: Shell) -> None:
+    async def test() -> None:
+        stream = shell.generate(record("r1"), "key", continues_text=True, include_events=False)
+        closing = asyncio.create_task(shell.close("the cluster was stopped"))
+        assert isinstance(await stream.next(), ToStream)  # Accepted, which was under way
+        end = EndStream(stream.stream, Code.FAILED_PRECONDITION, "the cluster was stopped")
+        assert await stream.next() == end
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        shell.close_stream(stream)
+        await asyncio.wait_for(closing, 5)
+        late = shell.generate(record("r2"), "key", continues_text=True, include_events=False)
+        assert await late.next() == end._replace(stream=late.stream)
+
+    asyncio.run(test())
