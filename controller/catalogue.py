@@ -136,7 +136,7 @@ _REQUESTS = (
         "gateway",
         "counter",
         (
-            ("deepinfer_requests_total", "requests", "Accepted."),
+            ("deepinfer_requests_accepted_total", "requests", "From then on they must finish."),
             ("deepinfer_prompt_tokens_total", "tokens", "Prompt tokens of accepted requests."),
             ("deepinfer_generation_tokens_total", "tokens", "Generated, each counted once."),
         ),

@@ -46,11 +46,12 @@ TOTALS = (
     "worker_links_lost_total",
 )
 RENAMED = {
+    "requests_total": "requests_accepted_total",
     "tokens_total": "generation_tokens_total",
     "resumes_total": "client_resumes_total",
     "resumes_refused_total": "client_resumes_refused_total",
 }
-"""Beside the workers' totals their names in the core would mislead."""
+"""Beside others' metrics their names in the core would mislead, or clash."""
 GAUGES = {
     "live_requests": "gateway_live_requests",
     "kept_requests": "gateway_kept_requests",

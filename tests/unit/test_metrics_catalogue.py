@@ -6,12 +6,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as _open_metrics,
+)
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from deepinfer.controller import metrics
@@ -46,6 +50,8 @@ S8 = frozenset(
     }
 )
 """Names that others' tools know; they have no prefix."""
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+parse_open_metrics: Callable[[str], Iterator[Metric]] = _open_metrics  # has no types
 SHELL = {"live_requests": 1, "kept_requests": 2, "streams": 3, "worker_links": 4}
 EVERY_SELECTOR = frozenset({"job", "le"})
 """Labels that Prometheus or a histogram adds."""
@@ -59,6 +65,8 @@ def rendered(tally: Tally, **status: Any) -> dict[tuple[str, tuple[tuple[str, st
     """Value by sample name and labels."""
     document = ControllerCore(1_500, ControllerConfig()).summary() | status
     body, _ = metrics.render(document, tally.peers())
+    strict, _ = metrics.render(document, tally.peers(), accept=OPEN_METRICS)
+    assert len(list(parse_open_metrics(strict.decode()))) == len(FAMILIES)
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in parse(body.decode())
@@ -79,6 +87,9 @@ def test_names_follow_the_rules() -> None:
     """Of Prometheus: base units last, counters alone end in ``_total``, words in lower case."""
     listed = Counter(family.name for part in SECTIONS.values() for family in part)
     assert [name for name, times in listed.items() if times > 1] == []
+    # OpenMetrics names a counter without its ending.
+    bare = Counter(name.removesuffix("_total") for name in listed)
+    assert [name for name, times in bare.items() if times > 1] == []
     for name, family in FAMILIES.items():
         assert re.fullmatch(r"[a-z][a-z0-9_]+", name)
         assert name.endswith("_total") == (family.kind == "counter"), name
@@ -235,20 +246,20 @@ def test_workers_pools_and_stores_in_numbers() -> None:
     "name",
     [
         "deepinfer_unheard_of_total",
-        'deepinfer_requests_total{reason="a"',
-        'deepinfer_requests_total{reason="a\n"} 1\nforged 1',
-        'deepinfer_requests_total{reason="a\\"}',
-        'deepinfer_requests_total{="a"}',
-        "deepinfer_requests_total 1\nforged",
+        'deepinfer_requests_accepted_total{reason="a"',
+        'deepinfer_requests_accepted_total{reason="a\n"} 1\nforged 1',
+        'deepinfer_requests_accepted_total{reason="a\\"}',
+        'deepinfer_requests_accepted_total{="a"}',
+        "deepinfer_requests_accepted_total 1\nforged",
         "",
     ],
 )
 def test_what_is_no_sample_of_the_catalogue_is_not_served(name: str) -> None:
     tally = Tally()
-    tally.take(gateway("gateway-0", 1), {name: 1.0, "deepinfer_requests_total": 2.0})
+    tally.take(gateway("gateway-0", 1), {name: 1.0, "deepinfer_requests_accepted_total": 2.0})
     seen = rendered(tally)
     assert [key for key in seen if "forged" in key[0] or "unheard" in key[0]] == []
-    assert seen["deepinfer_requests_total", (("gateway", "gateway-0"),)] == 2
+    assert seen["deepinfer_requests_accepted_total", (("gateway", "gateway-0"),)] == 2
 
 
 # ---- lives ---------------------------------------------------------------------------------
@@ -257,7 +268,7 @@ def test_what_is_no_sample_of_the_catalogue_is_not_served(name: str) -> None:
 def test_totals_grow_over_lives_and_gauges_do_not_add_up() -> None:
     tally = Tally()
     first, second = gateway("gateway-0", 1), gateway("gateway-0", 2)
-    counted = "deepinfer_requests_total"
+    counted = "deepinfer_requests_accepted_total"
     assert tally.take(first, {counted: 3.0, "deepinfer_gateway_streams": 2.0})
     assert tally.take(first, {counted: 5.0}), "what is not named is as it was"
     assert tally.totals() == {counted: 5.0}
@@ -278,9 +289,12 @@ def test_totals_leave_out_buckets() -> None:
 
 def test_peers_of_different_kinds_may_have_one_name() -> None:
     tally = Tally()
-    tally.take(gateway("a", 1), {"deepinfer_requests_total": 1.0})
+    tally.take(gateway("a", 1), {"deepinfer_requests_accepted_total": 1.0})
     tally.take(Peer(PeerKind.STORE, "a", Incarnation(9)), {"deepinfer_store_sealed_total": 2.0})
-    assert tally.totals() == {"deepinfer_requests_total": 1.0, "deepinfer_store_sealed_total": 2.0}
+    assert tally.totals() == {
+        "deepinfer_requests_accepted_total": 1.0,
+        "deepinfer_store_sealed_total": 2.0,
+    }
 
 
 # ---- documents and board -------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_plain_request() -> None:
         finish = FinishReason.LENGTH if index == 4 else None
         bench.tell(FromWorker(W1, said(R1, index, *ids, finish=finish)))
     found = exported(bench)
-    assert found["requests_total"] == found["request_prompt_tokens_count"] == 1
+    assert found["requests_accepted_total"] == found["request_prompt_tokens_count"] == 1
     assert found["prompt_tokens_total"] == found["request_prompt_tokens_sum"] == 3
     assert found["generation_tokens_total"] == found["request_generation_tokens_sum"] == 5
     assert found["request_queue_seconds_sum"] == 0.04
@@ -135,7 +135,7 @@ def test_a_request_taken_over_has_no_arrival_here() -> None:
     assert found["takeovers_total"] == 1
     for name in ("request_queue", "time_to_first_token", "request"):
         assert f"{name}_seconds_count" not in found
-    assert "requests_total" not in found
+    assert "requests_accepted_total" not in found
     assert "prompt_tokens_total" not in found
     assert found["inter_token_seconds_sum"] == 0.02
     assert found["time_per_output_token_seconds_sum"] == 0.01
