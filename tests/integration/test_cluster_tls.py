@@ -11,6 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deepinfer.client import TlsOptions
+from deepinfer.gateway.health import INFERENCE
 from support.certificates import Authority
 from support.cluster import processes_with, tiny_model
 
@@ -70,9 +75,14 @@ def test_commands_find_what_they_need(tmp_path: Path) -> None:
         code, _, said = run(environment, "status")
         assert code == 1
         assert "may want a client certificate that it trusts" in said
-        endpoint = json.loads(next((tmp_path / "deepinfer").glob("*.json")).read_text())[
-            "endpoints"
-        ][0]
+        remembered = json.loads(next((tmp_path / "deepinfer").glob("*.json")).read_text())
+        endpoint = remembered["endpoints"][0]
+        # What a prober does: it has a certificate and no token.
+        tls = TlsOptions(ca=authority.root, cert=mine.cert, key=mine.key, server_name="gw.example")
+        with grpc.secure_channel(endpoint, tls.credentials(), tls.channel_options()) as channel:
+            probe = health_pb2_grpc.HealthStub(channel)
+            health = probe.Check(health_pb2.HealthCheckRequest(service=INFERENCE), timeout=10)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
         # By another machine's eyes: the root and the name.
         stranger = with_certificate | {
             MARK: str(tmp_path / "elsewhere"),

@@ -226,7 +226,7 @@ def test_bad_prompts(live: Live) -> None:
         async with world.client() as client:
             for prompt, words in (
                 ("", "at least one token"),
-                ([], "at least one token"),
+                ([], "not an empty list"),
                 ([-1], "prompt"),
                 ([259], r"tokenized.input_ids\[0\] = 259: must be from 0 to 258"),
                 ("x" * 512, "'512 tokens': must be at most 511 tokens.*context is 512"),
