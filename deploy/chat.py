@@ -16,7 +16,16 @@ from typing import Any
 
 from rich.console import Console
 
-from deepinfer.client import Choice, Client, DeepInferError, Delta, Finished, Notice
+from deepinfer.client import (
+    Choice,
+    Client,
+    DeepInferError,
+    Delta,
+    Finished,
+    InvalidRequest,
+    Notice,
+    ResourceExhausted,
+)
 from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.status import mib
 
@@ -100,6 +109,8 @@ class Chat:
         except DeepInferError as error:
             self._end_line(text)
             self.err.print(f"error: {error}", style="red", markup=False, highlight=False)
+            if self.turns and isinstance(error, InvalidRequest | ResourceExhausted):
+                self._note("[the conversation may have become too long: /reset forgets it]")
         else:
             self._end_line(text)
             assert choice is not None, "the SDK raises or ends every choice"

@@ -25,6 +25,7 @@ import yaml
 
 from deepinfer.client import Accepted, Client, RequestFailed
 from support.cluster import Oracle, processes_with, tiny_model
+from support.docs_blocks import ROOT
 
 MARK = "XDG_STATE_HOME"
 """Set for every command here, and so inherited by every process of the cluster."""
@@ -347,8 +348,24 @@ def _check_status(home: Home) -> None:
         "budget_bytes": 3 * 2**20,
         "max_swapped_requests": 5,
     }
+    documented = _documented_status()
+    assert documented.keys() == document.keys()
+    for kind in ("workers", "stores", "gateways"):
+        for each in document[kind].values():
+            assert documented[kind] == each.keys(), kind
     assert list(document["workers"]) == ["worker-0"]
     assert document["workers"]["worker-0"]["blocks_total"] == 64
+
+
+def _documented_status() -> dict[str, set[str]]:
+    """The keys that docs/operating.md lists, and for each what is said to stand below it."""
+    text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    table = text.partition("## The status document")[2].partition("\n## ")[0]
+    found: dict[str, set[str]] = {}
+    for names, what in re.findall(r"^\| (`[^|]+`) \| (.+) \|$", table, re.MULTILINE):
+        for name in re.findall(r"`([\w.]+)`", names):
+            found[name.partition(".")[0]] = set(re.findall(r"`(\w+)`", what))
+    return found
 
 
 def _check_generate(home: Home, config: Path) -> None:

@@ -24,8 +24,8 @@ from support.cluster import processes_with
 from support.docs_blocks import PYTHON, SHELL, SILENT, Block, blocks_of, documents
 
 MARK = "DEEPINFER_DOCS_TEST"
-PORT = 7470
-"""The documents name no other."""
+PORTS = (7470, 7471, 7480)
+"""The documents name no other: gateways, and metrics."""
 BLOCK_S = 90.0
 STOP_S = 15.0
 PRELUDE = """
@@ -69,14 +69,16 @@ def home(tmp_path: Path) -> Iterator[Path]:
     model = cache_folder() / "models" / Path(SMOLLM2.member).name
     if not model.is_file():
         pytest.skip(f"the demo model is not cached: {model}")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", PORT))
-        except OSError:
-            pytest.skip(f"port {PORT}, which the documents name, is in use")
-    if shutil.which("bash") is None:
-        pytest.skip("there is no bash")
+    for port in PORTS:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                pytest.skip(f"port {port}, which the documents name, is in use")
+    for command in ("bash", "curl"):
+        if shutil.which(command) is None:
+            pytest.skip(f"there is no {command}")
     yield tmp_path
     deadline = time.monotonic() + STOP_S
     while (left := processes_with(MARK, str(tmp_path))) and time.monotonic() < deadline:

@@ -141,6 +141,10 @@ def test_a_refused_turn_is_told_and_forgotten() -> None:
     assert "error: needs 9 blocks, has 8" in err
     assert client.asked[1][0] == [user("short")]
     assert not chat.failed
+    assert "/reset" not in err
+    client = FakeClient([finished("a")], [ResourceExhausted("needs 9 blocks, has 8")])
+    _, _, err = talk(client, "short", "long")
+    assert "too long: /reset forgets it" in err
     chat, _, _ = talk(FakeClient([ResourceExhausted("no")]), "long")
     assert chat.failed
 
