@@ -181,7 +181,7 @@ def plot(figures: dict[str, Any], done: list[Phase], path: Path) -> None:
     times.set_ylabel("share of intervals")
     times.set_xlim(left=0)
     times.grid(alpha=0.3)
-    times.legend(loc="center right")
+    times.legend(loc="upper left")
     gateway = figures["gateway"]
     names = ("before", "with_all", "after")
     heights = [gateway[name][0]["rss_bytes"] / 2**20 for name in names]
