@@ -263,6 +263,9 @@ class Actors:
                 name = asked.pop(answer, "") or waiting.pop(answer)
                 try:
                     said = ray.get(answer)
+                    if name.startswith("worker-") and not isinstance(said, tuple):
+                        # Once more, for one that loads faster than it is asked.
+                        loading(name, *ray.get(self.handles[name].load_progress.remote()))
                 except RayError as error:
                     where = f" (logs in {session}/logs)" if session else ""
                     raise LaunchError(

@@ -330,7 +330,9 @@ def test_from_up_to_down(home: Home, config: Path, tmp_path: Path) -> None:
                 stream.completion()
         assert not session.exists()
         assert one.end() == 0
-        assert "Traceback" not in one.log.read_text()
+        said = one.log.read_text()
+        assert re.search(r"^worker-0: [\d.]+ MiB loaded$", said, re.MULTILINE), said
+        assert "Traceback" not in said
         home.assert_no_process()
 
 
