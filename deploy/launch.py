@@ -70,6 +70,9 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
             if certificate is not None:
                 how = f"TLS: grpcs://host:port, with the root of {certificate.file}"
                 console.print(how, markup=False)
+            if cluster.metrics is not None:
+                scheme = "http" if certificate is None else "https"
+                console.print(f"metrics at {scheme}://{cluster.metrics}/metrics", markup=False)
             console.print(f"token in {cluster.token_file}; Ctrl-C stops", markup=False)
             while True:
                 time.sleep(WAKE_S)
