@@ -293,19 +293,19 @@ class Actors:
             LaunchError: it is not.
         """
         import ray
-        from ray.exceptions import GetTimeoutError
 
         if self.config.metrics_fixed_port == 0:
             return None
-        try:
-            where: str = ray.get(
-                self.handles[CONTROLLER].metrics_address.remote(), timeout=METRICS_TIMEOUT_S
-            )
-        except GetTimeoutError as error:
-            raise LaunchError(
-                f"/metrics is not served after {METRICS_TIMEOUT_S:g} s: its port was taken "
-                "meanwhile: name another --metrics-port"
-            ) from error
+        deadline = time.monotonic() + METRICS_TIMEOUT_S
+        answer = self.handles[CONTROLLER].metrics_address.remote()
+        while not ray.wait([answer], timeout=POLL_S)[0]:
+            interrupts.check()
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"/metrics is not served after {METRICS_TIMEOUT_S:g} s: its port was taken "
+                    "meanwhile: name another --metrics-port"
+                )
+        where: str = ray.get(answer)
         return where
 
     def _await_reports(self, deadline: float) -> None:
