@@ -68,6 +68,60 @@ def compute(batch: Batch, step: int) -> None:
                 member.go(State.FINISHED)
 
 
+@given(
+    prompt_tokens=st.integers(1, 30),
+    choices=st.integers(2, 5),
+    limits=st.tuples(st.integers(1, 4), st.integers(0, 12), st.integers(1, 9)),
+    arrivals=st.permutations(range(5)),
+)
+def test_choices_compute_what_they_share_once(
+    prompt_tokens: int, choices: int, limits: tuple[int, int, int], arrivals: list[int]
+) -> None:
+    seats, extra, chunk_max = limits
+    rules = config(
+        max_batch_seqs=seats, max_batch_tokens=seats + extra, prefill_chunk_tokens=chunk_max
+    )
+    size = rules.block_size
+    blocks = BlockManager(rules.blocks_total, size)
+    members = []
+    for choice in range(choices):
+        member = resident(1, prompt_tokens, 2)
+        member.seq = member.seq._replace(choice=choice)
+        member.arrival = arrivals[choice]
+        member.blocks = blocks.allocate(rules.blocks_for(prompt_tokens))
+        members.append(member)
+    computed: dict[int, int] = {}
+    for step in range(1, 400):
+        batch = plan(members, blocks, blocks.available, rules, step)
+        if not batch.chunks:
+            break
+        tables = [member.blocks for member in members]
+        blocks.check_tables(tables, [])
+        written = [
+            chunk.block_table[position // size] * size + position % size
+            for chunk in batch.chunks
+            for position in range(chunk.start, chunk.start + len(chunk.token_ids))
+        ]
+        assert len(set(written)) == len(written), "two write to one place"
+        for chunk in batch.chunks:
+            for position in range(
+                chunk.start, min(chunk.start + len(chunk.token_ids), prompt_tokens)
+            ):
+                computed[position] = computed.get(position, 0) + 1
+        compute(batch, step)
+        for member in batch.residents:  # as Steps does
+            while (len(member.chain) + 1) * size <= member.computed:
+                index = len(member.chain)
+                parent = member.chain[-1] if member.chain else blocks.root
+                digest = blocks.digest(parent, member.tokens[index * size : (index + 1) * size])
+                member.chain.append(digest)
+                blocks.register(member.blocks[index], digest)
+    assert all(member.finish is not None for member in members)
+    shared = (prompt_tokens - 1) // size * size
+    assert [computed[position] for position in range(shared)] == [1] * shared
+    assert all(computed[position] == choices for position in range(shared, prompt_tokens))
+
+
 shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=8)
 limits = st.tuples(st.integers(1, 4), st.integers(0, 12), st.integers(1, 9))
 

@@ -7,14 +7,34 @@ from dataclasses import replace
 
 import pytest
 
-from deepinfer.kvstore.core.ids import GatewayId, Incarnation, NodeId, RequestId, Run, Seq, WorkerId
+from deepinfer.kvstore.core.ids import (
+    GatewayId,
+    Incarnation,
+    NodeId,
+    RequestId,
+    Run,
+    Seq,
+    StoreId,
+    Ticket,
+    WorkerId,
+)
 from deepinfer.kvstore.core.ids import WorkerRef as Ref
-from deepinfer.kvstore.core.messages import Ack, Admit, Attached, Departure, Scores, Tokens
+from deepinfer.kvstore.core.messages import (
+    Ack,
+    Admit,
+    Attached,
+    Departure,
+    Scores,
+    StoreStatus,
+    SwapIn,
+    Tokens,
+)
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, SamplingParams, Token
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.core import WorkerCore
 from deepinfer.workers.core.events import (
     Chunk,
+    FetchDone,
     FromGateway,
     GatewayDown,
     GatewayUp,
@@ -184,6 +204,20 @@ def test_the_prefix_cache_gives_only_what_is_scored() -> None:
     again.admit(scores=3)
     first = again.step()
     assert (first.start, first.score_from, first.score_ids) == (2, 3, (14,))
+
+
+@pytest.mark.parametrize(("scores", "start"), [(0, 0), (2, 2), (3, 3), (4, 4), (5, 4)])
+def test_a_payload_goes_on_where_the_scores_held_end(scores: int, start: int) -> None:
+    """It was swapped out after four tokens; of what was said of them, some was lost on the way."""
+    bench = Bench()
+    run, ticket = Run(1, 9), Ticket(SEQ, Run(1, 8), Run(1, 8))
+    store = StoreId("s")
+    bench.do(SwapIn(run, SEQ, run, G1, ticket, store, 4, 2, len(PROMPT) + 5))
+    bench.attached(run, scores=scores)
+    bench.do(FetchDone(ticket, run, StoreStatus.OK, PROMPT[:4], 2, 1))
+    chunk = bench.step()
+    assert chunk.start == start
+    assert chunk.score_ids == PROMPT[scores + 1 :][: 2 + start - scores]
 
 
 def test_another_gateway_that_lacks_what_a_former_one_had_gets_it_computed_again() -> None:

@@ -55,15 +55,15 @@ def plan(
     tokens = config.max_batch_tokens
     chunks: list[Chunk] = []
     chosen: list[Resident] = []
-    leaders: set[RequestId] = set()
+    led: set[tuple[RequestId, int]] = set()  # requests, and the block that is being computed
     short = 0
     for resident in [*decodes[:decode_seats], *prefills, *decodes[decode_seats:]]:
         if len(chosen) == seats or tokens == 0:
             break
         if resident.remaining > 1:
             spare_blocks += share(resident, blocks)
-            led = resident.seq.request in leaders
-            if led and _shareable(resident, blocks, resident.computed_max):
+            same = (resident.seq.request, len(resident.chain))
+            if same in led and _may_take(resident, blocks, resident.computed_max):
                 continue
         count = min(resident.remaining, config.prefill_chunk_tokens, tokens)
         missing = config.blocks_for(resident.computed + count) - len(resident.blocks)
@@ -77,8 +77,8 @@ def plan(
         if missing > 0:
             resident.blocks += blocks.allocate(missing)
             spare_blocks -= missing
-        if _shareable(resident, blocks, resident.prompt_tokens):
-            leaders.add(resident.seq.request)
+        if _may_share(resident, blocks, resident.prompt_tokens):
+            led.add((resident.seq.request, len(resident.chain)))
         chunks.append(_chunk(resident, count))
         chosen.append(resident)
         tokens -= count
@@ -92,7 +92,7 @@ def share(resident: Resident, blocks: BlockManager) -> int:
     """
     size, known = blocks.block_size, len(resident.chain)
     upto = min(resident.computed_max, len(resident.blocks) * size)
-    if not _shareable(resident, blocks, upto):
+    if not _may_take(resident, blocks, upto):
         return 0
     before = blocks.available
     found, digests = blocks.match(resident.tokens[: upto + 1], len(resident.blocks), resident.chain)
@@ -104,15 +104,16 @@ def share(resident: Resident, blocks: BlockManager) -> int:
     return blocks.available - before
 
 
-def _shareable(resident: Resident, blocks: BlockManager, upto: int) -> bool:
-    """Whether the resident's next block ends within ``upto`` tokens and can be another's too."""
-    known = len(resident.chain) * blocks.block_size
-    return (
-        blocks.prefix_cache
-        and resident.cacheable
-        and resident.computed == known
-        and known + blocks.block_size <= upto
-    )
+def _may_share(resident: Resident, blocks: BlockManager, upto: int) -> bool:
+    """Whether the block that the resident fills next goes into the cache within ``upto`` tokens."""
+    full = (len(resident.chain) + 1) * blocks.block_size
+    return blocks.prefix_cache and resident.cacheable and full <= upto
+
+
+def _may_take(resident: Resident, blocks: BlockManager, upto: int) -> bool:
+    """Whether that block may just as well come from the cache: nothing of it is computed yet."""
+    untouched = resident.computed == len(resident.chain) * blocks.block_size
+    return untouched and _may_share(resident, blocks, upto)
 
 
 def _chunk(resident: Resident, count: int) -> Chunk:
