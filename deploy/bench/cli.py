@@ -189,3 +189,40 @@ def bench_streams(
         load = Load(streams=streams, processes=processes, tokens=tokens, rounds=rounds)
         ok = run_streams(model=model, load=load, output=output, console=out)
     raise typer.Exit(0 if ok else 1)
+
+
+@bench.command("quality")
+def bench_quality(
+    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    kv_cache_dtype: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; default: all five.")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=2, help="Pieces of the text that are scored.")] = 8,
+    window_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
+    answers: Annotated[int, typer.Option(min=2, help="Greedy answers, one a window.")] = 8,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a window that an answer goes on from.")
+    ] = 64,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 1,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to score; default: Shakespeare's sonnets.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
+        "docs/results"
+    ),
+) -> None:
+    """Perplexity, divergence and greedy agreement of each KV dtype beside float32."""
+    with plain_errors():
+        from deepinfer.deploy.bench.quality import DTYPES, Plan, run_quality
+
+        plan = Plan(
+            dtypes=tuple(kv_cache_dtype or DTYPES),
+            windows=windows,
+            window_tokens=window_tokens,
+            answers=answers,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            threads=threads,
+        )
+        run_quality(model=model, plan=plan, text=text, output=output, console=out)

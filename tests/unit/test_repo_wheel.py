@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SHIPPED_SUFFIXES = frozenset({".py", ".pyi", ".proto", ".cu", ".cuh"})
+SHIPPED_SUFFIXES = frozenset({".py", ".pyi", ".proto", ".cu", ".cuh", ".txt"})
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 

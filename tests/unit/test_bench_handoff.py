@@ -1,0 +1,86 @@
+"""`bench handoff`: its arithmetic, and what it says when Redis cannot be measured."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from deepinfer.deploy.bench.handoff import SIZES_MB, Timings, required, summary
+from deepinfer.deploy.bench.handoff_peers import find_redis
+from deepinfer.deploy.config import ConfigError
+
+
+def test_a_rate_is_bytes_by_the_median_of_put_and_get_together() -> None:
+    timings = {
+        # The medians of put (0.2) and get (0.1) are of different rounds; that of both is 0.4.
+        "grpc": Timings(put_s=[0.1, 0.2, 0.9], get_s=[0.3, 0.05, 0.1]),
+        "memfd": Timings(put_s=[0.05] * 3, get_s=[0.03] * 3),
+        "ray": Timings(put_s=[0.1] * 3, get_s=[0.1] * 3),
+    }
+    figures = summary(80_000_000, 217, timings, [0.004, 0.002, 0.003], [0.06, 0.01, 0.02])
+    assert (figures["payload_bytes"], figures["blocks"]) == (80_000_000, 217)
+    assert figures["hash_ms"] == 3.0
+    grpc, memfd, ray = (figures["peers"][name] for name in ("grpc", "memfd", "ray"))
+    assert grpc == {
+        "gb_per_s": 0.2,
+        "gb_per_s_slowest": 0.08,
+        "gb_per_s_fastest": 0.32,
+        "times_grpc": 1.0,
+        "put_ms": 200.0,
+        "get_ms": 100.0,
+        "hash_passes": 4,
+        "hash_share": 0.03,
+    }
+    assert (memfd["gb_per_s"], memfd["times_grpc"]) == (1.0, 5.0)
+    assert memfd["hash_share"] == pytest.approx(3 * 0.003 / 0.08, rel=1e-3)
+    assert (ray["times_grpc"], ray["get_without_the_copy_ms"]) == (2.0, 20.0)
+    assert "hash_share" not in ray
+
+
+def result(payload_bytes: int, grpc: float, times: float) -> dict[str, object]:
+    return {
+        "payload_bytes": payload_bytes,
+        "peers": {"grpc": {"gb_per_s": grpc}, "memfd": {"times_grpc": times}},
+    }
+
+
+def test_what_is_required_is_asked_of_every_payload_from_8_mb() -> None:
+    found = required(
+        [result(737_280, 0.1, 2.0), result(8_110_080, 0.5, 4.99), result(64 << 20, 0.49, 5.0)]
+    )
+    assert [(each["payload_bytes"], each["what"], each["holds"]) for each in found] == [
+        (8_110_080, "grpc gb_per_s", True),
+        (8_110_080, "memfd times_grpc", False),
+        (64 << 20, "grpc gb_per_s", False),
+        (64 << 20, "memfd times_grpc", True),
+    ]
+    assert found[1] | {} == {
+        "payload_bytes": 8_110_080,
+        "what": "memfd times_grpc",
+        "measured": 4.99,
+        "at_least": 5.0,
+        "holds": False,
+    }
+
+
+def test_the_sizes_go_up_from_one_small_swap() -> None:
+    assert list(SIZES_MB) == sorted(SIZES_MB)
+    assert round(SIZES_MB[0] * 1e6 / 368_640) * 368_640 == 720 * 1024
+
+
+def test_redis_is_found_on_the_path_or_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert find_redis(program) == program
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if importlib.util.find_spec("redis") is not None:
+        assert find_redis(None) == program
+        program.unlink()
+        assert "no redis-server on PATH" in str(find_redis(None))
+    with pytest.raises(ConfigError, match=r"redis_server = .*nowhere"):
+        find_redis(tmp_path / "nowhere")
