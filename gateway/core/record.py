@@ -135,7 +135,7 @@ class Choice:
         held = len(received)
         if held == 0:
             return
-        if received[-1] in record.stop_token_ids and held >= record.sampling.min_tokens:
+        if received[-1] in record.stop_token_ids and held > record.sampling.min_tokens:
             self.end(FinishReason.STOP)
         elif held >= record.sampling.max_tokens:
             self.end(FinishReason.LENGTH)
