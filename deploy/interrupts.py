@@ -75,20 +75,25 @@ def held() -> Iterator[None]:
     """Hold signals back until the block ends.
 
     For what leaves processes behind when it is cut short, and for imports, where an exception may
-    turn into another one or into a module that is there by half.
+    turn into another one or into a module that is there by half. What is called in the block cannot
+    change the handlers: ``ray.init`` begins by laying one over SIGTERM that ends it half done.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    try:
-        with _handling(lambda number, _: came.append(number)):
+    change = signal.signal
+
+    def keep(signalnum: int, handler: signal._HANDLER) -> signal._HANDLER:
+        known = signalnum in STOPPING
+        return signal.getsignal(signalnum) if known else change(signalnum, handler)
+
+    with _handling(lambda number, _: came.append(number)):
+        signal.signal = keep
+        try:
             yield
-    except SystemExit as error:
-        # ``ray.init`` lays a handler of its own for SIGTERM over this one, late in its work.
-        if error.code == signal.SIGTERM:
-            raise Terminated from error
-        raise
+        finally:
+            signal.signal = change
     if came:
         signal.raise_signal(came[0])
 
@@ -109,8 +114,8 @@ def _handling(handler: signal._HANDLER) -> Iterator[None]:
     try:
         yield
     finally:
-        # Also where the handlers were changed meanwhile: ``ray.init`` puts one for SIGTERM beneath
-        # Python's, which aborts the process 3 s after the signal, in the middle of stopping.
-        # Setting Python's anew takes it away.
+        # Also where nobody changed Python's: ``ray.init`` puts a handler for SIGTERM beneath it,
+        # which aborts the process 3 s after the signal, in the middle of stopping. Setting
+        # Python's anew takes that away.
         for number, old in before.items():
             signal.signal(number, old)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
-from types import FrameType
 
 import pytest
 
@@ -54,20 +52,25 @@ def test_a_held_signal_comes_when_the_block_has_ended() -> None:
     assert done == ["all of it"]
 
 
-def test_a_handler_that_ray_lays_over_ours_ends_it_as_ours_would() -> None:
-    def rays(number: int, _: FrameType | None) -> None:
-        sys.exit(number)
+def test_what_holds_signals_cannot_be_taken_over() -> None:
+    """Ray's init lays a handler of its own over SIGTERM."""
+    done = []
 
     def work() -> None:
-        with stop_signals(), held():
-            signal.signal(signal.SIGTERM, rays)
-            signal.raise_signal(signal.SIGTERM)
+        with stop_signals():
+            with held():
+                signal.signal(signal.SIGTERM, lambda *_: done.append("taken over"))
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+                signal.raise_signal(signal.SIGTERM)
+                done.append("all of it")
+            done.append("more")
 
+    change, other = signal.signal, signal.getsignal(signal.SIGUSR1)
     with pytest.raises(Terminated):
         work()
-    with pytest.raises(SystemExit) as other, held():
-        sys.exit(3)
-    assert other.value.code == 3
+    assert done == ["all of it"]
+    assert signal.signal is change
+    assert signal.signal(signal.SIGUSR1, other) == signal.SIG_IGN
 
 
 def test_a_clean_up_hears_nothing() -> None:
