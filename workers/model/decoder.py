@@ -12,11 +12,14 @@ from torch import Tensor
 from deepinfer.kvstore.core.layout import KvDtype, KvLayout
 from deepinfer.workers.backends.base import Backend, Linear, Plan
 from deepinfer.workers.model.config import ModelConfig
-from deepinfer.workers.model.weights import LoadedModel, WeightSource
+from deepinfer.workers.model.heap import trim_heap
+from deepinfer.workers.model.weights import LoadedModel, WeightSource, row_lookup
 from deepinfer.workers.pool import PagedPool
 
 MLP_WIDTH_MULTIPLE: Final = 32
 """gate, up and down are zero-padded to a multiple of this: whole vectors, and 16-byte rows."""
+
+EMBEDDING: Final = "model.embed_tokens.weight"
 
 ROPE_CHUNK: Final = 1024
 """Positions that RoPE's table grows by."""
@@ -37,36 +40,41 @@ class DecoderLayer:
 
 
 class RopeTable:
-    """cos and sin of ``position * inverse frequency``, float32 ``[positions, head_dim / 2]``.
+    """cos and sin of ``position * inverse frequency``, float32 ``[positions, rotary_dim / 2]``.
 
     Angles are float32 products, as the models were trained with; cos and sin are rounded from
     float64. Each position's values are the same however the table grew.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32)
-        self._inverse = 1.0 / (config.rope_theta ** (exponents / config.head_dim))
+        exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.int64).to(torch.float32)
+        self._inverse = 1.0 / (config.rope_theta ** (exponents / config.rope_dim))
         if config.rope_divisors is not None:
             self._inverse /= torch.tensor(config.rope_divisors, dtype=torch.float32)
         self._device = device
-        self._cos = self._sin = torch.empty((0, config.head_dim // 2), device=device)
+        self._magnitude = config.rope_magnitude
+        self._cos = self._sin = torch.empty((0, config.rope_dim // 2), device=device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for int64 ``[rows]`` positions: two ``[rows, head_dim / 2]``."""
+        """cos and sin for int64 ``[rows]`` positions: two ``[rows, rotary_dim / 2]``."""
         needed = int(positions.max()) + 1
         while self._cos.shape[0] < needed:
             start = self._cos.shape[0]
             place = torch.arange(start, start + ROPE_CHUNK, dtype=torch.float32)
             angle = torch.outer(place, self._inverse).to(torch.float64)
-            self._cos = torch.cat((self._cos, angle.cos().to(self._device, torch.float32)))
-            self._sin = torch.cat((self._sin, angle.sin().to(self._device, torch.float32)))
+            self._cos = torch.cat((self._cos, self._rounded(angle.cos())))
+            self._sin = torch.cat((self._sin, self._rounded(angle.sin())))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _rounded(self, turn: Tensor) -> Tensor:
+        return (turn.to(torch.float32) * self._magnitude).to(self._device)
 
 
 class Decoder:
     """A model packed for one backend. Owns the weights; holds no KV and no request.
 
-    ``embedding`` keeps the checkpoint's dtype; rows are widened when looked up.
+    ``embedding`` looks rows up. On the CPU that is in the mapped checkpoint itself, which needs
+    no memory of its own.
     """
 
     def __init__(self, model: LoadedModel, backend: Backend) -> None:
@@ -74,13 +82,20 @@ class Decoder:
         self.fingerprint = model.fingerprint
         self.backend = backend
         config, weights = model.config, model.weights
-        self.embedding = weights.read("model.embed_tokens.weight").to(backend.device)
-        self.layers = [
-            _pack_layer(config, weights, layer, backend) for layer in range(config.layers)
-        ]
+        if backend.device.type == "cpu":
+            self.embedding = weights.rows(EMBEDDING)
+        else:
+            self.embedding = row_lookup(weights.read(EMBEDDING).to(backend.device))
+        # The largest first: what packing needs besides the result is then smaller than the rest.
+        head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
+        self.head = backend.pack_linear(weights.read(head), None)
+        self.layers: list[DecoderLayer] = []
+        for layer in range(config.layers):
+            self.layers.append(_pack_layer(config, weights, layer, backend))
+            weights.release()
+            trim_heap()
         self.norm = _vector(weights, "model.norm.weight", backend)
-        head = self.embedding if config.tied_embeddings else weights.read("lm_head.weight")
-        self.head = backend.pack_linear(head, None)
+        self.embedding_bytes = weights.raw(EMBEDDING).nbytes
         self.rope = RopeTable(config, backend.device)
 
     def linears(self) -> list[Linear]:
@@ -93,9 +108,8 @@ class Decoder:
         return [*packed, self.head]
 
     def weight_bytes(self) -> int:
-        """Bytes of all weights on the device."""
-        packed = sum(linear.nbytes for linear in self.linears())
-        return packed + self.embedding.numel() * self.embedding.element_size()
+        """Bytes of all weights that are computed with, the embedding as it is stored."""
+        return self.embedding_bytes + sum(linear.nbytes for linear in self.linears())
 
     def kv_layout(self, dtype: KvDtype, block_size: int) -> KvLayout:
         """The layout of a pool for this model."""
@@ -108,7 +122,7 @@ class Decoder:
         """
         config, backend = self.config, self.backend
         heads, kv_heads = config.heads, config.kv_heads
-        residual = F.embedding(token_ids, self.embedding).to(torch.float32)
+        residual = self.embedding(token_ids)
         cos, sin = self.rope.at(plan.positions)
         for index, layer in enumerate(self.layers):
             normed = backend.rms_norm(residual, layer.input_norm, config.rms_eps)
@@ -118,7 +132,9 @@ class Decoder:
                 q = backend.rms_norm(q_and_k[:, :heads], layer.q_norm, config.rms_eps)
                 k = backend.rms_norm(q_and_k[:, heads:], layer.k_norm, config.rms_eps)
                 q_and_k = torch.cat((q, k), dim=1)
-            rotated = backend.rope(q_and_k, cos, sin)
+            rotated = backend.rope(q_and_k[..., : config.rope_dim], cos, sin)
+            if config.rope_dim < config.head_dim:
+                rotated = torch.cat((rotated, q_and_k[..., config.rope_dim :]), dim=-1)
             backend.kv_write(pool, index, rotated[:, heads:], qkv[:, heads + kv_heads :], plan)
             mixed = backend.attention(pool, index, rotated[:, :heads], plan)
             residual += backend.linear(mixed, layer.out)

@@ -31,6 +31,7 @@ _SCALARS: Final = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
 }  # fmt: skip
+_KINDS: Final = frozenset(int(kind) for kind in GGML_QUANT_SIZES)
 _PAIRS_MAX: Final = 1 << 16
 _TENSORS_MAX: Final = 1 << 16
 _DIMENSIONS_MAX: Final = 4
@@ -74,6 +75,10 @@ class GgufFile:
         """The stored (quantised) bytes of a tensor."""
         return memoryview(self._map)[tensor.begin : tensor.end]
 
+    def release(self) -> None:
+        """Unload the pages that were read; they come back from the file when needed."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def _parse(self) -> None:
         if self._map[:4] != MAGIC:
             raise ValueError(f"it begins with {self._map[:4]!r}, not {MAGIC!r}")
@@ -102,6 +107,16 @@ class GgufFile:
                     f"truncated: tensor {name} ends at byte {end}, the file has {len(self._map)}"
                 )
             self.tensors[name] = GgufTensor(kind, shape, begin, end)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        at, before = 0, ""
+        for name, tensor in sorted(
+            self.tensors.items(), key=lambda item: (item[1].begin, item[1].end, item[0])
+        ):
+            if tensor.begin < at:
+                raise ValueError(f"tensor {name} overlaps tensor {before}")
+            at, before = tensor.end, name
 
     def _tensor_entry(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         name = self._string()
@@ -109,8 +124,10 @@ class GgufFile:
         if not 1 <= dimensions <= _DIMENSIONS_MAX:
             raise ValueError(f"tensor {name} has {dimensions} dimensions")
         shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-        kind = GGMLQuantizationType(self._number("<I"))
-        return name, kind, shape, self._number("<Q")
+        number = self._number("<I")
+        if number not in _KINDS:
+            raise ValueError(f"tensor {name} is of type {number}, which is unknown")
+        return name, GGMLQuantizationType(number), shape, self._number("<Q")
 
     def _value(self, key: str, kind: int) -> None:
         if key in self.metadata or key in self.array_lengths:

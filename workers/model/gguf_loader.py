@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
 from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
-from deepinfer.workers.model.gguf_file import GgufFile
-from deepinfer.workers.model.weights import CheckpointError, Progress
+from deepinfer.workers.model.gguf_file import GgufFile, GgufTensor, Scalar
+from deepinfer.workers.model.weights import CheckpointError, RowLookup, row_lookup
 
 SUPPORTED_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3", "phi3")
 
@@ -23,6 +26,14 @@ _PLAIN: Final = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+
+_ROWS_AT_ONCE: Final = 1024
+
+_ROPE_TENSORS: Final = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 
 _GLOBAL_NAMES: Final = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -47,45 +58,58 @@ _LAYER_NAMES: Final = {
 
 
 class GgufWeights:
-    """``WeightSource`` over one GGUF file."""
+    """``WeightSource`` over one GGUF file.
 
-    def __init__(self, file: GgufFile, config: ModelConfig, progress: Progress | None) -> None:
+    Raises UnsupportedModelError naming a tensor whose type cannot be dequantised.
+    """
+
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
         self._config = config
         self._names: dict[str, str] = {}
-        for stored in file.tensors:
-            name = _hf_name(stored, config)
-            if name is not None:
-                self._names[name] = stored
-        self._progress = progress
-        self._bytes_read = 0
-        self._bytes_total = sum(
-            file.tensors[stored].end - file.tensors[stored].begin for stored in self._names.values()
-        )
+        for stored, tensor in file.tensors.items():
+            if stored in _ROPE_TENSORS:
+                continue  # the config has read them
+            if not _readable(tensor.kind):
+                known = ", ".join(kind.name for kind in GGML_QUANT_SIZES if _readable(kind))
+                raise UnsupportedModelError(
+                    f"{file.path.name}: tensor {stored} is stored as {tensor.kind.name}, which is "
+                    f"not supported; known: {known}"
+                )
+            self._names[_hf_name(stored, config)] = stored
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor the decoder may ask for."""
+        """Shape of every tensor; what has no Hugging Face name keeps its own."""
         return {name: self._file.tensors[stored].shape for name, stored in self._names.items()}
 
     def read(self, name: str) -> Tensor:
         """One tensor: dequantised to float32, or a view of the file for 16- and 32-bit floats."""
+        tensor, stored = self._stored(name)
+        if isinstance(stored, Tensor):
+            return self._unpermute(name, stored)
+        values = torch.empty(tensor.shape)
+        flat = values.view(-1, tensor.shape[-1])
+        # The dequantisers make several arrays of the size of what they are given.
+        for start in range(0, len(stored), _ROWS_AT_ONCE):
+            part = stored[start : start + _ROWS_AT_ONCE]
+            flat[start : start + len(part)] = torch.from_numpy(dequantize(part, tensor.kind))
+        return self._unpermute(name, values)
+
+    def rows(self, name: str) -> RowLookup:
+        """Rows of one matrix by their number, dequantised when they are looked up."""
+        tensor, stored = self._stored(name)
+        if isinstance(stored, Tensor):
+            return row_lookup(stored)
+        return lambda numbers: torch.from_numpy(dequantize(stored[numbers.numpy()], tensor.kind))
+
+    def _stored(self, name: str) -> tuple[GgufTensor, Tensor | npt.NDArray[np.uint8]]:
+        """A tensor as a view of the file: of its floats, or of its blocks, ``[rows, bytes]``."""
         raw = self.raw(name)
         tensor = self._file.tensors[self._names[name]]
         if (dtype := _PLAIN.get(tensor.kind)) is not None:
-            values = torch.frombuffer(raw, dtype=dtype).view(tensor.shape)
-        else:
-            rows = np.frombuffer(raw, dtype=np.uint8).reshape(*tensor.shape[:-1], -1)
-            try:
-                values = torch.from_numpy(dequantize(rows, tensor.kind))
-            except NotImplementedError as error:
-                raise UnsupportedModelError(
-                    f"{self._file.path.name}: tensor {name} is stored as {tensor.kind.name}, "
-                    "which the gguf package cannot dequantise"
-                ) from error
-        self._bytes_read += raw.nbytes
-        if self._progress is not None:
-            self._progress(min(self._bytes_read, self._bytes_total), self._bytes_total)
-        return self._unpermute(name, values)
+            return tensor, torch.frombuffer(raw, dtype=dtype).view(tensor.shape)
+        rows = np.frombuffer(raw, dtype=np.uint8)
+        return tensor, rows.reshape(math.prod(tensor.shape[:-1]), -1)
 
     def raw(self, name: str) -> memoryview:
         """The stored bytes of one tensor."""
@@ -93,6 +117,10 @@ class GgufWeights:
         if stored is None:
             raise CheckpointError(f"tensor {name} is missing")
         return self._file.bytes_of(self._file.tensors[stored])
+
+    def release(self) -> None:
+        """Unload the pages that were read."""
+        self._file.release()
 
     def _unpermute(self, name: str, values: Tensor) -> Tensor:
         """Undo the pairing of RoPE rows: llama.cpp stores Llama's q and k with pairs adjacent.
@@ -111,15 +139,27 @@ class GgufWeights:
         return paired.transpose(1, 2).reshape(values.shape)
 
 
-def load_gguf(path: Path, *, progress: Progress | None = None) -> tuple[ModelConfig, GgufWeights]:
+@functools.cache
+def _readable(kind: GGMLQuantizationType) -> bool:
+    """Whether the gguf package can dequantise ``kind``, which only trying tells."""
+    if kind in _PLAIN:
+        return True
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def load_gguf(path: Path) -> tuple[ModelConfig, GgufWeights]:
     """Open a GGUF file.
 
     Raises CheckpointError for a damaged file, UnsupportedModelError for an architecture, RoPE
-    scaling, sliding window or tensor type that is not supported; each by name.
+    scaling or tensor type that is not supported; each by name.
     """
     file = GgufFile(path)
     config = _config(file)
-    return config, GgufWeights(file, config, progress)
+    return config, GgufWeights(file, config)
 
 
 def _config(file: GgufFile) -> ModelConfig:
@@ -130,29 +170,40 @@ def _config(file: GgufFile) -> ModelConfig:
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     fields = _Fields(file, str(architecture))
+    try:
+        return _checked_config(file, str(architecture), fields)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file.path.name}: {error}") from error
+
+
+def _checked_config(file: GgufFile, architecture: str, fields: _Fields) -> ModelConfig:
+    if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModelError(f"it is one of {parts} parts: split GGUF is not supported")
     if experts := fields.integer("expert_count", 0):
-        raise UnsupportedModelError(f"mixture of experts (expert_count={experts}) is unsupported")
-    scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise UnsupportedModelError(f"RoPE scaling {scaling!r} is not supported in GGUF files")
+        raise UnsupportedModelError(
+            f"mixture of experts (expert_count = {experts}) is not supported"
+        )
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden // max(heads, 1))
     if (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
         raise UnsupportedModelError(f"value heads of {value_dim} beside key heads of {head_dim}")
-    if (rotated := fields.integer("rope.dimension_count", head_dim)) != head_dim:
+    rotated = fields.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim and architecture != "phi3":
         raise UnsupportedModelError(
-            f"rope.dimension_count {rotated} of head_dim {head_dim}: partial RoPE is not supported"
+            f"rope.dimension_count {rotated} of head_dim {head_dim}: partial RoPE is not supported "
+            f"in {architecture} models"
         )
     positions = fields.integer("context_length")
-    window = fields.integer("attention.sliding_window", positions)
-    if 0 < window < positions:
-        raise UnsupportedModelError(
-            f"sliding_window {window} is shorter than context_length {positions}: "
-            "sliding-window attention is not supported"
-        )
+    rope = _rope(file, fields, rotated)
+    limits: list[tuple[int, str | None]] = [(positions, None)]
+    if rope.positions is not None:
+        limits.append(rope.positions)
+    if (window := fields.integer("attention.sliding_window", 0)) > 0:
+        limits.append((window, f"sliding_window is {window}"))
+    max_positions, limit = min(limits, key=lambda item: item[0])
     return ModelConfig(
-        family=str(architecture),
+        family=architecture,
         vocab_size=_vocab_size(file, fields),
         hidden_size=hidden,
         intermediate_size=fields.integer("feed_forward_length"),
@@ -160,10 +211,13 @@ def _config(file: GgufFile) -> ModelConfig:
         heads=heads,
         kv_heads=fields.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_positions=positions,
+        max_positions=max_positions,
+        positions_limit=limit,
         rms_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_theta=fields.number("rope.freq_base", 10_000.0),
-        rope_divisors=_rope_divisors(file, head_dim),
+        rotary_dim=None if rotated == head_dim else rotated,
+        rope_divisors=rope.divisors,
+        rope_magnitude=rope.magnitude,
         tied_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
@@ -180,23 +234,30 @@ class _Fields:
         self._file = file
         self._architecture = architecture
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._file.metadata.get(f"{self._architecture}.{name}", default)
-        if not isinstance(value, int) or isinstance(value, bool):
+    def get(self, name: str, default: Scalar | None) -> Scalar | None:
+        """A scalar, or ``default`` where there is no such key; a list is neither."""
+        key = f"{self._architecture}.{name}"
+        if (length := self._file.array_lengths.get(key)) is not None:
             raise CheckpointError(
-                f"{self._file.path.name}: {self._architecture}.{name} must be an integer, "
-                f"got {value!r}"
+                f"{self._file.path.name}: {key} must be one value, got a list of {length}"
             )
+        return self._file.metadata.get(key, default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(self._fault(name, "a whole number", value))
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self._file.metadata.get(f"{self._architecture}.{name}", default)
+        value = self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(
-                f"{self._file.path.name}: {self._architecture}.{name} must be a number, "
-                f"got {value!r}"
-            )
+            raise CheckpointError(self._fault(name, "a number", value))
         return float(value)
+
+    def _fault(self, name: str, allowed: str, value: Scalar | None) -> str:
+        got = "it is missing" if value is None else f"got {value!r}"
+        return f"{self._file.path.name}: {self._architecture}.{name} must be {allowed}; {got}"
 
 
 def _vocab_size(file: GgufFile, fields: _Fields) -> int:
@@ -206,27 +267,56 @@ def _vocab_size(file: GgufFile, fields: _Fields) -> int:
     return fields.integer("vocab_size", embedding.shape[0])
 
 
-def _rope_divisors(file: GgufFile, head_dim: int) -> tuple[float, ...] | None:
-    """Llama 3's scaling, which a converter stores as one divisor a frequency."""
-    tensor = file.tensors.get("rope_freqs.weight")
-    if tensor is None:
-        return None
-    if tensor.kind is not GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):
+class _Rope(NamedTuple):
+    divisors: tuple[float, ...] | None = None
+    magnitude: float = 1.0
+    positions: tuple[int, str] | None = None
+    """How many positions it is right for, and why no more."""
+
+
+def _rope(file: GgufFile, fields: _Fields, rotary_dim: int) -> _Rope:
+    """Read the RoPE scaling: named, or stored by the converter as one divisor a frequency."""
+    kind = fields.get("rope.scaling.type", "none")
+    old_factor = fields.number("rope.scale_linear", 1.0)
+    if kind not in ("none", "linear", "longrope") or old_factor != 1.0:
+        raise UnsupportedModelError(
+            f"RoPE scaling {kind if old_factor == 1.0 else 'scale_linear'!r} is not supported in "
+            "GGUF files; known: none, linear, longrope"
+        )
+    if kind == "linear":
+        return _Rope((fields.number("rope.scaling.factor"),) * (rotary_dim // 2))
+    if "rope_factors_short.weight" in file.tensors:
+        original = fields.integer("rope.scaling.original_context_length")
+        return _Rope(
+            _factors(file, "rope_factors_short.weight", rotary_dim),
+            fields.number("rope.scaling.attn_factor", 1.0),
+            (original, f"longrope's original context is {original}"),
+        )
+    if kind == "longrope":
+        raise CheckpointError(f"{file.path.name}: tensor rope_factors_short.weight is missing")
+    if "rope_freqs.weight" in file.tensors:
+        return _Rope(_factors(file, "rope_freqs.weight", rotary_dim))
+    return _Rope()
+
+
+def _factors(file: GgufFile, name: str, rotary_dim: int) -> tuple[float, ...]:
+    tensor = file.tensors[name]
+    if tensor.kind is not GGMLQuantizationType.F32 or tensor.shape != (rotary_dim // 2,):
         raise CheckpointError(
-            f"{file.path.name}: rope_freqs.weight must be F32 [{head_dim // 2}], got "
+            f"{file.path.name}: {name} must be F32 [{rotary_dim // 2}], got "
             f"{tensor.kind.name} {list(tensor.shape)}"
         )
     values = np.frombuffer(file.bytes_of(tensor), dtype=np.float32)
     return tuple(float(value) for value in values)
 
 
-def _hf_name(stored: str, config: ModelConfig) -> str | None:
-    """The Hugging Face name of a stored tensor; None for one the decoder has no use for."""
+def _hf_name(stored: str, config: ModelConfig) -> str:
+    """The Hugging Face name of a stored tensor; its own if there is none."""
     if stored in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[stored]
     parts = stored.split(".")
     if len(parts) != 4 or parts[0] != "blk" or parts[2] not in _LAYER_NAMES:
-        return None
+        return stored
     name = _LAYER_NAMES[parts[2]]
     if config.fused_projections and parts[2] == "ffn_up":
         name = "mlp.gate_up_proj"  # llama.cpp keeps Phi-3's fused gate and up under this name

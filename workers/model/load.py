@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from deepinfer.workers.model.config import ModelConfig
@@ -15,25 +16,34 @@ from deepinfer.workers.model.weights import (
     open_model,
 )
 
+log = logging.getLogger(__name__)
+
 
 def load_model(path: str | Path, *, progress: Progress | None = None) -> LoadedModel:
     """Open a Hugging Face folder or a ``.gguf`` file, and check that it is whole.
 
     Only headers and samples are read here. Tensors are read, one at a time, when a ``Decoder``
-    packs them; ``progress(bytes_read, bytes_total)`` is called then.
+    packs them; ``progress(bytes_read, bytes_total)`` is called then. A context that is shorter
+    than the checkpoint's own is logged as a warning.
 
-    Raises CheckpointError (damaged or incomplete) or UnsupportedModelError (not computed here),
-    both ValueErrors, naming file and field; OSError when the path cannot be read.
+    Raises CheckpointError (damaged, incomplete or not a model) or UnsupportedModelError (not
+    computed here), both ValueErrors, naming file and field; OSError when the path cannot be read.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"model {path} does not exist")
     config: ModelConfig
     weights: WeightSource
-    if path.is_dir():
-        config, weights = load_folder(path, progress=progress)
-    elif path.suffix == ".gguf":
-        config, weights = load_gguf(path, progress=progress)
-    else:
-        raise CheckpointError(f"{path.name} is neither a folder nor a .gguf file")
-    return open_model(config, weights)
+    config, weights = load_folder(path) if path.is_dir() else load_gguf(path)
+    try:
+        model = open_model(config, weights, progress=progress)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.name}: {error}") from error
+    if config.positions_limit is not None:
+        log.warning(
+            "%s: contexts are limited to %d tokens: %s, and what lies beyond is not implemented",
+            path.name,
+            config.max_positions,
+            config.positions_limit,
+        )
+    return model

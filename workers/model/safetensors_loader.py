@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deepinfer.workers.model.config import ModelConfig, config_json
-from deepinfer.workers.model.weights import CheckpointError, Progress
+from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
+from deepinfer.workers.model.hf_config import config_json
+from deepinfer.workers.model.weights import CheckpointError, RowLookup, row_lookup
 
 HEADER_BYTES_MAX: Final = 100_000_000
 """The format's own cap on a header."""
@@ -41,7 +43,8 @@ class SafetensorsFile:
     """One mapped file with a checked header: little-endian length, JSON, then the tensors.
 
     Raises CheckpointError for a truncated file, an oversized or malformed header, an unknown
-    dtype, or a byte range that does not fit the shape or the file.
+    dtype, a byte range that does not fit the shape or the file, and ranges that overlap or leave
+    bytes out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,10 +70,28 @@ class SafetensorsFile:
         data = _LENGTH_BYTES + header_bytes
         header.pop("__metadata__", None)
         self.entries = {name: self._entry(name, entry, data) for name, entry in header.items()}
+        self._check_ranges(data)
 
     def bytes_of(self, entry: TensorEntry) -> memoryview:
         """The stored bytes of a tensor."""
         return memoryview(self._map)[entry.begin : entry.end]
+
+    def release(self) -> None:
+        """Unload the pages that were read; they come back from the file when needed."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _check_ranges(self, data: int) -> None:
+        """The format wants every byte behind the header to belong to exactly one tensor."""
+        at, before = data, "the header"
+        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].begin, item[0])):
+            if entry.begin != at:
+                fault = "overlaps" if entry.begin < at else f"begins {entry.begin - at} bytes after"
+                raise CheckpointError(f"{self.path.name}: tensor {name} {fault} {before}")
+            at, before = entry.end, f"tensor {name}"
+        if at != len(self._map):
+            raise CheckpointError(
+                f"{self.path.name}: {len(self._map) - at} bytes after {before} belong to no tensor"
+            )
 
     def _entry(self, name: str, entry: Any, data: int) -> TensorEntry:
         where = f"{self.path.name}: tensor {name}"
@@ -98,7 +119,8 @@ class SafetensorsFile:
 class SafetensorsWeights:
     """``WeightSource`` over the files of one checkpoint."""
 
-    def __init__(self, files: list[SafetensorsFile], progress: Progress | None) -> None:
+    def __init__(self, files: list[SafetensorsFile]) -> None:
+        self._files = files
         self._entries: dict[str, TensorEntry] = {}
         for file in files:
             for name, entry in file.entries.items():
@@ -108,9 +130,6 @@ class SafetensorsWeights:
                         f"and in {file.path.name}"
                     )
                 self._entries[name] = entry
-        self._progress = progress
-        self._bytes_read = 0
-        self._bytes_total = sum(entry.end - entry.begin for entry in self._entries.values())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor."""
@@ -119,16 +138,21 @@ class SafetensorsWeights:
     def read(self, name: str) -> Tensor:
         """One tensor, a view of the mapped file in its stored dtype."""
         entry = self._entry(name)
-        flat = torch.frombuffer(self.raw(name), dtype=entry.dtype)
-        self._bytes_read += entry.end - entry.begin
-        if self._progress is not None:
-            self._progress(min(self._bytes_read, self._bytes_total), self._bytes_total)
-        return flat.view(entry.shape)
+        return torch.frombuffer(self.raw(name), dtype=entry.dtype).view(entry.shape)
 
     def raw(self, name: str) -> memoryview:
         """The stored bytes of one tensor."""
         entry = self._entry(name)
         return entry.file.bytes_of(entry)
+
+    def rows(self, name: str) -> RowLookup:
+        """Rows of one matrix by their number, as float32."""
+        return row_lookup(self.read(name))
+
+    def release(self) -> None:
+        """Unload the pages that were read."""
+        for file in self._files:
+            file.release()
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self._entries.get(name)
@@ -137,17 +161,17 @@ class SafetensorsWeights:
         return entry
 
 
-def load_folder(
-    folder: Path, *, progress: Progress | None = None
-) -> tuple[ModelConfig, SafetensorsWeights]:
+def load_folder(folder: Path) -> tuple[ModelConfig, SafetensorsWeights]:
     """Open a Hugging Face folder.
 
     Raises CheckpointError or UnsupportedModelError, naming the file at fault.
     """
-    config = config_json(_read_text(folder / "config.json", CONFIG_BYTES_MAX))
-    return config, SafetensorsWeights(
-        [SafetensorsFile(path) for path in _weight_files(folder)], progress
-    )
+    text = _read_text(folder / "config.json", CONFIG_BYTES_MAX)
+    try:
+        config = config_json(text)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"config.json: {error}") from error
+    return config, SafetensorsWeights([SafetensorsFile(path) for path in _weight_files(folder)])
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -156,8 +180,10 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
+        pickled = sorted(folder.glob("pytorch_model*.bin"))
+        hint = f" ({pickled[0].name} is not read: it is pickled; convert it)" if pickled else ""
         raise CheckpointError(
-            f"{folder.name} holds neither model.safetensors nor model.safetensors.index.json"
+            f"{folder.name} holds neither model.safetensors nor model.safetensors.index.json{hint}"
         )
     weight_map = _parse_object(_read_text(index, INDEX_BYTES_MAX), index.name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -185,12 +211,21 @@ def _read_text(path: Path, limit: int) -> str:
 
 def _parse_object(text: str | bytes, where: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(text)
+        parsed = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} must be an object, got {type(parsed).__name__}")
     return parsed
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, unless a key is in it twice: two readers could take different ones."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {twice!r} appears twice")
+    return unique
 
 
 def _naturals(value: Any) -> list[int] | None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.workers.model.config import ModelConfig
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read, bytes in total) after each tensor is read."""
+"""Called with (bytes read, bytes in total) before the first tensor is read and after each."""
+
+RowLookup = Callable[[Tensor], Tensor]
+"""Row numbers, int64 ``[n]``, to float32 ``[n, width]``."""
+
+_HARMLESS_SUFFIXES: Final = ("rotary_emb.inv_freq",)
+"""Buffers that old checkpoints carry: what they hold follows from the config."""
 
 _SAMPLES: Final = 8
 _SAMPLE_BYTES: Final = 64
@@ -43,6 +50,17 @@ class WeightSource(Protocol):
         """The stored bytes of one tensor (what identifies it)."""
         ...
 
+    def rows(self, name: str) -> RowLookup:
+        """Rows of one matrix by their number, as float32, read each time from where it lies.
+
+        Raises CheckpointError when it is not there.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give back the memory that reading has touched; what was read stays valid."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryWeights:
@@ -64,6 +82,53 @@ class MemoryWeights:
         """The bytes of one tensor."""
         return self.read(name).contiguous().flatten().view(torch.uint8).numpy().data
 
+    def rows(self, name: str) -> RowLookup:
+        """Rows of one matrix by their number, as float32."""
+        return row_lookup(self.read(name))
+
+    def release(self) -> None:
+        """Nothing to give back: the tensors are the memory."""
+
+
+class CountedWeights:
+    """A ``WeightSource`` that tells ``progress`` what was read of the tensors in ``wanted``."""
+
+    def __init__(self, source: WeightSource, wanted: Iterable[str], progress: Progress) -> None:
+        self._source = source
+        self._progress = progress
+        self._left = {name: source.raw(name).nbytes for name in wanted}
+        self._bytes_total = sum(self._left.values())
+        self._bytes_read = 0
+        progress(0, self._bytes_total)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+        return self._source.shapes()
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; it counts the first time."""
+        tensor = self._source.read(name)
+        self._count(name)
+        return tensor
+
+    def raw(self, name: str) -> memoryview:
+        """The stored bytes of one tensor."""
+        return self._source.raw(name)
+
+    def rows(self, name: str) -> RowLookup:
+        """Rows of one matrix, which counts as read."""
+        lookup = self._source.rows(name)
+        self._count(name)
+        return lookup
+
+    def release(self) -> None:
+        """Give back what the source can."""
+        self._source.release()
+
+    def _count(self, name: str) -> None:
+        self._bytes_read += self._left.pop(name, 0)
+        self._progress(self._bytes_read, self._bytes_total)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -78,10 +143,18 @@ class LoadedModel:
     fingerprint: str
 
 
-def open_model(config: ModelConfig, weights: WeightSource) -> LoadedModel:
-    """Check that ``weights`` hold what ``config`` needs, and fingerprint them.
+def row_lookup(matrix: Tensor) -> RowLookup:
+    """Look rows up in ``matrix`` ``[rows, width]``, which keeps its dtype."""
+    return lambda numbers: F.embedding(numbers, matrix).to(torch.float32)
 
-    Raises CheckpointError listing missing tensors, or naming one with a wrong shape.
+
+def open_model(
+    config: ModelConfig, weights: WeightSource, *, progress: Progress | None = None
+) -> LoadedModel:
+    """Check that ``weights`` hold what ``config`` needs and nothing else, and fingerprint them.
+
+    Raises CheckpointError listing missing tensors, or naming one with a wrong shape or one that
+    the model would have to use and this decoder does not.
     """
     expected = expected_shapes(config)
     present = weights.shapes()
@@ -94,7 +167,19 @@ def open_model(config: ModelConfig, weights: WeightSource) -> LoadedModel:
             raise CheckpointError(
                 f"tensor {name} has shape {list(present[name])}, config asks for {list(shape)}"
             )
-    return LoadedModel(config, weights, fingerprint(config, weights))
+    # A bias that is left out, say, would only show in the answers.
+    unused = [n for n in present if n not in expected and not n.endswith(_HARMLESS_SUFFIXES)]
+    if unused and not (config.tied_embeddings and unused == ["lm_head.weight"]):
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        raise CheckpointError(
+            f"tensors that a {config.family} model of this config has no use for: "
+            f"{', '.join(unused[:3])}{more}"
+        )
+    identity = fingerprint(config, weights)
+    weights.release()
+    if progress is not None:
+        weights = CountedWeights(weights, expected, progress)
+    return LoadedModel(config, weights, identity)
 
 
 def fingerprint(config: ModelConfig, weights: WeightSource) -> str:
