@@ -113,7 +113,7 @@ class Cluster:
             if self.ray.up and names:
                 end_actors(self.actors, serving=bool(self.endpoints))
             self.actors.clear()
-            self.endpoints = ()
+            self.endpoints, self.metrics = (), None
             self.ray.stop(names, keep_logs=keep_logs)
 
 
