@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deepinfer.gateway.core.gateway import by_reason
+from deepinfer.gateway.core.measures import by_reason
 from deepinfer.gateway.core.measures import Histogram, Measures
 from deepinfer.kvstore.core.requests import FinishReason
 

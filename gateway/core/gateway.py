@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from deepinfer.gateway.core.arrivals import Arrivals
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.core.events import (
     AbortRequest,
@@ -32,8 +33,8 @@ from deepinfer.gateway.core.events import (
     WorkerLinkDown,
 )
 from deepinfer.gateway.core.levels import Levels
-from deepinfer.gateway.core.measures import Measures
-from deepinfer.gateway.core.record import Choice, Entry, resume_refusal
+from deepinfer.gateway.core.measures import Measures, by_reason
+from deepinfer.gateway.core.record import Choice, Entry
 from deepinfer.gateway.core.scores import Taken
 from deepinfer.gateway.core.streams import Streams
 from deepinfer.gateway.core.table import RequestTable
@@ -63,11 +64,6 @@ from deepinfer.kvstore.core.messages import (
 from deepinfer.kvstore.core.requests import FinishReason
 
 
-def by_reason(name: str, reason: str) -> str:
-    """The key in ``counters`` of a total that is kept by reason."""
-    return f'{name}{{reason="{reason}"}}'
-
-
 class GatewayCore:
     """Keeps the record of each live request and lets one run at a time speak for it."""
 
@@ -85,6 +81,16 @@ class GatewayCore:
         self._levels = Levels(self._table, gateway, incarnation, config, now_ms=now_ms)
         self._effects: list[Effect] = []
         self._streams = Streams(config, self._effects.append)
+        self._arrivals = Arrivals(
+            gateway,
+            config,
+            self._table,
+            self._levels,
+            self._streams,
+            self.counters,
+            self.measures,
+            self._effects.append,
+        )
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Take one event and return what has to be done, in order."""
@@ -104,9 +110,9 @@ class GatewayCore:
             case StopMatched(seq, tokens):
                 self._stop_matched(seq, tokens, now_ms)
             case Generate():
-                self._generate(event, now_ms)
+                self._arrivals.generate(event, now_ms)
             case Resume():
-                self._resume(event, now_ms)
+                self._arrivals.resume(event)
             case StreamClosed(stream):
                 self._closed(stream, now_ms)
             case AbortRequest():
@@ -126,99 +132,7 @@ class GatewayCore:
         self._effects.clear()
         return effects
 
-    # ---- requests come --------------------------------------------------------------------
-
-    def _generate(self, event: Generate, now_ms: int) -> None:
-        record = event.record
-        full = self._full(new_request=True, new_stream=True)
-        if full is not None:
-            bound, message = full
-            self.counters[by_reason("requests_refused_total", bound)] += 1
-            self._streams.refuse(event.stream, Code.RESOURCE_EXHAUSTED, message)
-        elif self._table.get(record.request) is not None:
-            self._streams.refuse(
-                event.stream, Code.ABORTED, f"request id {record.request} is in use"
-            )
-        else:
-            self.counters["requests_total"] += 1
-            self.counters["prompt_tokens_total"] += len(record.prompt_ids)
-            self.measures.prompt_tokens.observe(len(record.prompt_ids))
-            entry = Entry(record, event.resume_key, 0, now_ms, self.measures)
-            self._add(entry)
-            self._open(event, entry, [0] * len(entry.choices))
-
-    def _full(self, *, new_request: bool, new_stream: bool) -> tuple[str, str] | None:
-        """The bound that is reached, if one is, and a sentence about it."""
-        live, streams, config = self._table.live, len(self._streams), self.config
-        if new_request and live >= config.max_live_requests:
-            says = f"{live} live requests, max_live_requests = {config.max_live_requests}"
-            return "max_live_requests", says
-        if new_stream and streams >= config.max_streams:
-            return "max_streams", f"{streams} streams, max_streams = {config.max_streams}"
-        return None
-
-    def _resume(self, event: Resume, now_ms: int) -> None:
-        entry = self._table.get(event.record.request)
-        agrees = (
-            entry is not None
-            and entry.choices[0].scores.can_follow(event.scored)
-            and all(
-                choice.agrees_with(received)
-                for choice, received in zip(entry.choices, event.received, strict=False)
-            )
-        )
-        full = self._full(
-            new_request=entry is None or (entry.ended and not agrees),
-            new_stream=entry is None or entry.stream is None,
-        )
-        refusal = resume_refusal(event, entry)
-        if refusal is None and full is not None:
-            refusal = (Code.UNAVAILABLE, f"gateway {self.gateway} is full: {full[1]}")
-        if refusal is not None:
-            self.counters["resumes_refused_total"] += 1
-            self._streams.refuse(event.stream, *refusal)
-            return
-        if entry is not None:
-            self._streams.close(entry, Code.ABORTED, f"attempt {event.claim} has taken over")
-        if entry is None or not agrees:
-            entry = self._take_over(event, entry)
-        else:
-            self.counters["resumes_total"] += 1
-            self._set_claim(entry, event.claim)
-        for choice, received in zip(entry.choices, event.received, strict=True):
-            choice.sent = max(choice.sent, len(received))
-        cursors = [len(received) for received in event.received]
-        self._open(event, entry, cursors)
-
-    def _take_over(self, event: Resume, old: Entry | None) -> Entry:
-        """Start a record from what the client has: another gateway was, or is, ahead of this one.
-
-        A run that attached here before does not know what the client knows: it may not go on.
-        """
-        self.counters["takeovers_total"] += 1
-        entry = Entry(event.record, event.resume_key, event.claim, None, self.measures)
-        for choice, received in zip(entry.choices, event.received, strict=True):
-            choice.hold(received, event.record)
-        entry.choices[0].scores.hold(event.scored, event.record.prompt_ids)
-        if old is not None:
-            for choice, before in zip(entry.choices, old.choices, strict=True):
-                choice.attached = before.attached
-            self._table.remove(old)
-        self._add(entry)
-        return entry
-
-    def _add(self, entry: Entry) -> None:
-        self._table.add(entry)
-        for choice in entry.choices:
-            self._levels.live(choice.seq)
-            self._scan(choice)
-
-    def _set_claim(self, entry: Entry, claim: int) -> None:
-        if claim != entry.claim:
-            entry.claim = claim
-            for choice in entry.choices:
-                if choice.finish is None:
-                    self._levels.touch(choice.seq)
+    # ---- requests end early ---------------------------------------------------------------
 
     def _abort(self, event: AbortRequest, now_ms: int) -> None:
         entry = self._table.get(event.request)
@@ -231,13 +145,6 @@ class GatewayCore:
             self._cancel_entry(entry, FinishReason.ABORT, "", now_ms)
 
     # ---- streams --------------------------------------------------------------------------
-
-    def _open(self, event: Generate | Resume, entry: Entry, cursors: list[int]) -> None:
-        self._table.stream_opened(entry)
-        scored = event.scored if isinstance(event, Resume) else 0
-        self._streams.open(
-            event.stream, entry, cursors, scored=scored, include_events=event.include_events
-        )
 
     def _ready(self, stream: StreamId, now_ms: int) -> None:
         entry = self._streams.written(stream)
@@ -355,7 +262,7 @@ class GatewayCore:
             return
         self._acknowledge(worker, choice, said.run)
         if taken is Taken.ACCEPTED:
-            self._scan(choice)
+            self._arrivals.scan(choice)
             if choice.finish is not None:
                 self._choice_ended(entry, choice, now_ms)
             self._pump(entry, now_ms)
@@ -376,11 +283,6 @@ class GatewayCore:
             self._send(choice.worker, Drop(choice.seq, choice.attached))
 
     # ---- stop strings ---------------------------------------------------------------------
-
-    def _scan(self, choice: Choice) -> None:
-        scan = choice.next_scan()
-        if scan is not None:
-            self._effects.append(scan)
 
     def _scanned(self, seq: Seq, tokens: int, now_ms: int) -> None:
         found = self._table.choice(seq)

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 
+def by_reason(name: str, reason: str) -> str:
+    """The key in ``counters`` of a total that is kept by reason."""
+    return f'{name}{{reason="{reason}"}}'
+
+
 class Histogram:
     """Integer observations, counted by the smallest bound that is not below them.
 

@@ -81,7 +81,7 @@ def test_raw_calls_get_the_field_as_a_detail(runner: asyncio.Runner, folder: Pat
     async def test(world: World) -> None:
         path = "/deepinfer.v1.Inference/Generate"
         async with grpc.aio.insecure_channel(world.gateway.address) as channel:
-            call = channel.unary_stream(path)
+            call = channel.unary_stream(path, None, None)
 
             async def refusal(data: bytes) -> grpc.aio.AioRpcError:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:

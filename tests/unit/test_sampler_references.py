@@ -62,7 +62,7 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     seen = torch.tensor([[*PROMPT, *OUTPUT]])
     if params.repetition_penalty != 1.0:
         penalise = logits_process.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
-        scores = penalise(seen, scores)  # type: ignore[arg-type]  # a LongTensor by name only
+        scores = penalise(seen, scores)
     counts = torch.bincount(torch.tensor(OUTPUT), minlength=VOCAB).double()
     scores = scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     warpers: list[logits_process.LogitsProcessor] = []
@@ -75,7 +75,7 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.top_p < 1.0:
         warpers.append(logits_process.TopPLogitsWarper(params.top_p))
     for warp in warpers:
-        scores = warp(seen, scores)  # type: ignore[arg-type]
+        scores = warp(seen, scores)
     return scores.softmax(-1)[0]
 
 
