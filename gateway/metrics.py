@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deepinfer.gateway.core.measures import by_reason
-from deepinfer.gateway.core.measures import Histogram, Measures
+from deepinfer.gateway.core.measures import Histogram, Measures, by_reason
 from deepinfer.kvstore.core.requests import FinishReason
 
 PREFIX = "deepinfer_"
