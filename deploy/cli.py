@@ -64,7 +64,9 @@ Endpoint = Annotated[
 @app.command()
 def up(
     config: ConfigFile = None,
-    model: Annotated[str | None, typer.Option(help="Model folder, GGUF file, or demo.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file, org/name of a hub, or demo.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes.")] = None,
     gateways: Annotated[int | None, typer.Option(help="Gateway processes.")] = None,
     kv_cache_dtype: Annotated[
@@ -336,13 +338,18 @@ def simulate(
 
 @model.command("get")
 def model_get(
-    name: Annotated[str, typer.Argument(help="demo, or a path to check.")] = "demo",
+    name: Annotated[
+        str, typer.Argument(help="demo, org/name of a hub, or a path to check.")
+    ] = "demo",
 ) -> None:
     """Fetch a model into the cache and print where it lies."""
     with plain_errors():
         from deepinfer.deploy.generate import get_model
+        from deepinfer.deploy.models import check_model
 
-        sys.stdout.write(f"{get_model(name, console=err)}\n")
+        path = get_model(name, console=err)
+        check_model(path)
+        sys.stdout.write(f"{path}\n")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from deepinfer.deploy import interrupts
 from deepinfer.deploy.actors import START_TIMEOUT_S, Actors, Served, bind, end_actors
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.errors import LaunchError
-from deepinfer.deploy.models import resolve_model
+from deepinfer.deploy.models import check_model, resolve_model
 from deepinfer.deploy.rays import OwnRay, RunningRay
 from deepinfer.deploy.running import alive, default_token_file, read_or_make_token
 from deepinfer.deploy.tls import check_server_tls
@@ -36,7 +36,8 @@ class Cluster:
     ``worker_env`` is set in the workers' environment; tests arm failpoints with it.
 
     Raises (on entering):
-        LaunchError: an address is taken, the model cannot be served, or a process does not come up.
+        LaunchError: an address is taken, or a process does not come up.
+        ModelUnavailableError: there is no such model, or it cannot be served.
         ConfigError: the pool cannot hold one block, or the certificates cannot be used.
     """
 
@@ -147,20 +148,16 @@ def _open(model: Path, config: ClusterConfig) -> Served:
     """Check that the model can be served, and how large its KV blocks are.
 
     Raises:
-        LaunchError: damaged, incomplete or unsupported; or a missing tokenizer.
+        ModelUnavailableError: damaged, incomplete or unsupported; or no tokenizer of its own.
         ConfigError: the pool cannot hold one block.
     """
     with interrupts.held():
+        import deepinfer.text.load
+        import deepinfer.workers.model.load  # noqa: F401
         from deepinfer.kvstore.core.layout import resolve_kv_dtype
-        from deepinfer.text.load import load_tokenizer
         from deepinfer.workers.model.decoder import kv_layout
-        from deepinfer.workers.model.load import load_model
 
-    try:
-        served = load_model(model).config
-        load_tokenizer(model)
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"model {config.model}: {error}") from error
+    served = check_model(model)
     layout = kv_layout(served, resolve_kv_dtype(config.kv_cache_dtype), config.block_size)
     blocks = config.cache_size.blocks_of(layout.block_bytes)
     return Served(path=model, config=served, layout=layout, blocks=blocks)

