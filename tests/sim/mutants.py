@@ -124,8 +124,8 @@ MUTANTS = (
     Mutant(
         "attached_tokens_ignored",
         "workers/core/sequence.py",
-        "        if common < len(truth):\n            prompt",
-        "        if common < len(truth) and not self.tokens:\n            prompt",
+        "        if common < len(truth):\n            kept",
+        "        if common < len(truth) and not self.tokens:\n            kept",
         "a worker goes on with its own tokens where the gateway's differ",
         "hole_own_tokens_differ_from_the_gateways",
     ),
