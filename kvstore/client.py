@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -162,6 +162,16 @@ class StoreClient:
 
     async def commit(self, ticket: Ticket) -> CallResult:
         """Make the put payload visible: OK, however often it is asked."""
+        if self._link is not None and self._link.alive:
+            try:
+                async with asyncio.timeout(self._deadlines.call_s):
+                    reply = await self._link.commit(ticket)
+                return CallResult(reply.status, reply.used_bytes, reply.budget_bytes, "")
+            except TimeoutError:
+                detail = f"no answer within {self._deadlines.call_s} s"
+                return CallResult(StoreStatus.UNREACHABLE, 0, 0, detail)
+            except ConnectionError:
+                pass  # over gRPC, then: to ask a second time does no harm
         return await self._call(self._stub.Commit, self._ticket_request(ticket))
 
     async def resolve(self, ticket: Ticket) -> CallResult:
@@ -319,9 +329,10 @@ class StoreClient:
         self, ticket: Ticket, draft: Manifest, source: Source, timeout_s: float
     ) -> Outcome:
         stop = threading.Event()
-        blocks, manifest = await in_thread(
-            self._executor, stop, lambda: _stage(draft, source, stop)
-        )
+        manifest = await in_thread(self._executor, stop, lambda: _hashed(draft, source, stop))
+        messages = (wire.chunk_to_bytes(pieces) for pieces in _chunks(draft, source))
+        following = partial(next, messages, None)
+        message = await in_thread(self._executor, stop, following)
         call = self._put_call(timeout=timeout_s, metadata=self._metadata)
         header = pb.PutHeader(
             ticket=wire.ticket_to_proto(ticket),
@@ -333,8 +344,9 @@ class StoreClient:
         )
         try:
             await call.write(pb.PutRequest(header=header).SerializeToString())
-            for pieces in chunks(blocks, CHUNK_BYTES):
-                await call.write(wire.chunk_to_bytes(pieces))
+            while message is not None:
+                await call.write(message)
+                message = await in_thread(self._executor, stop, following)
             await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the store has answered already: with what, the next line says
@@ -411,27 +423,33 @@ class StoreClient:
         return None if self._link is None else self._link.incarnation
 
 
-def _stage(
-    draft: Manifest, source: Source, stop: threading.Event
-) -> tuple[Sequence[memoryview], Manifest]:
-    """The payload's blocks in this process's memory, and the manifest with their hashes."""
+def _chunks(draft: Manifest, source: Source) -> Iterator[list[memoryview]]:
+    """The payload in chunks; what they show changes with the next one if ``source`` writes it."""
+    if not callable(source):
+        yield from chunks(source, CHUNK_BYTES)
+        return
+    step = fill_step(draft)
+    buffer = memoryview(bytearray(min(step, draft.payload_bytes)))
+    for begin in range(0, draft.payload_bytes, step):
+        part = buffer[: draft.payload_bytes - begin]
+        source(begin // draft.block_bytes, part)
+        yield from chunks([part], CHUNK_BYTES)
+
+
+def _hashed(draft: Manifest, source: Source, stop: threading.Event) -> Manifest:
+    """The manifest with its hashes, which go ahead of the payload.
+
+    A ``source`` that writes is asked twice rather than that a whole payload is kept in between: its
+    memory would have to be found just when there is none. Should it write other bytes when they are
+    sent, the store finds the hash wrong.
+    """
     hasher = GroupHasher(draft)
-    if callable(source):
-        staged, step = memoryview(bytearray(draft.payload_bytes)), fill_step(draft)
-        pieces: Sequence[memoryview] = [
-            staged[begin : begin + step] for begin in range(0, len(staged), step)
-        ]
-    else:
-        pieces = source
-    block = 0
-    for piece in pieces:
+    for pieces in _chunks(draft, source):
         if stop.is_set():
             raise Stopped
-        if callable(source):
-            source(block, piece)
-        hasher.update(piece)
-        block += len(piece) // draft.block_bytes
-    return pieces, hasher.fill_in(draft)
+        for piece in pieces:
+            hasher.update(piece)
+    return hasher.fill_in(draft)
 
 
 def _status_of(error: grpc.aio.AioRpcError) -> StoreStatus:

@@ -19,7 +19,7 @@ from deepinfer.kvstore.copying import SpreadWriter, byte_views, copy
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
-from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.core.messages import StoreReply, StoreStatus
 from deepinfer.kvstore.frames import FrameSocket
 from deepinfer.kvstore.hashing import GroupHasher
 from deepinfer.kvstore.host_pool import PageMap, Slab
@@ -27,7 +27,8 @@ from deepinfer.kvstore.local import VERSION
 
 Fill = Callable[[int, memoryview], None]
 """``fill(first_block, buffer)`` writes that block and those behind it, as many whole blocks as the
-buffer holds, and returns when the bytes are there. Called in a thread, in ascending order."""
+buffer holds, and returns when the bytes are there. Called in a thread, in ascending order; over
+gRPC all over again, for the same bytes: first they are hashed, then they are sent."""
 Source = Sequence[memoryview] | Fill
 """A payload's blocks, or what writes them."""
 OnMap = Callable[[int, int], Callable[[], None] | None]
@@ -181,6 +182,12 @@ class LocalLink:
         status = wire.status_from_proto(finished["status"])
         return Outcome(status, manifest, str(finished["detail"]))
 
+    async def commit(self, ticket: Ticket) -> StoreReply:
+        """Make a payload visible. Raises ConnectionError when nothing is known of the answer."""
+        answer = await self._call({"op": "commit", "ticket": wire.ticket_to_list(ticket)})
+        status = wire.status_from_proto(answer["status"])
+        return StoreReply(ticket, status, answer["used_bytes"], answer["budget_bytes"])
+
     async def acknowledge(self, put: PutId) -> None:
         """Tell the store that nothing here will write into the put's pages any more."""
         try:
@@ -324,7 +331,7 @@ class LocalLink:
                 match frame["op"]:
                     case "slab" if len(fds) == 1:
                         await loop.run_in_executor(self._executor, self._adopt, fds.pop())
-                    case "granted" | "finished":
+                    case "granted" | "finished" | "committed":
                         await self._answered(frame)
                     case "revoke":
                         put = wire.put_from_list(frame.get("put"))

@@ -3,10 +3,10 @@
 Over the Unix socket go only words and, once each, the slabs' descriptors:
 
 ================  =============================================================================
-worker -> store   ``hello``; ``begin_put``, ``finish_put``, ``abort_put``; ``begin_get``,
-                  ``end_get``
+worker -> store   ``hello``; ``begin_put``, ``finish_put``, ``abort_put``, ``commit``;
+                  ``begin_get``, ``end_get``
 store -> worker   ``welcome``; ``slab`` (before the first grant of its pages); ``granted``,
-                  ``finished``; ``revoke``: stop writing, then say ``abort_put``
+                  ``finished``, ``committed``; ``revoke``: stop writing, then say ``abort_put``
 ================  =============================================================================
 
 A worker that was granted pages may write into them until it says otherwise or its process is gone,
@@ -31,12 +31,13 @@ from deepinfer.kvstore import wire
 from deepinfer.kvstore.core.events import (
     BeginGet,
     BeginPut,
+    Commit,
     PutGrant,
     PutId,
     ReadId,
     WriterGone,
 )
-from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
+from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerId, WorkerRef
 from deepinfer.kvstore.core.manifest import ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.frames import FrameError, FrameSocket
@@ -44,7 +45,7 @@ from deepinfer.kvstore.runtime import StoreRuntime
 
 _log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 _HELLO_S = 5.0
 _SO_PEERPIDFD = 77  # Linux 6.5; Python's socket module does not name it yet
 _UCRED = struct.Struct("3i")
@@ -218,6 +219,9 @@ class LocalServer:
                 put = wire.put_from_list(frame.get("put"))
                 if connection.peer.puts.pop(put, None) is not None:
                     self._runtime.abort_put(put)
+            case "commit":
+                ticket, call = wire.ticket_from_list(frame.get("ticket")), _count(frame, "call")
+                self._spawn(connection, partial(self._commit, connection, call, ticket))
             case "begin_get":
                 ticket = wire.ticket_from_list(frame.get("ticket"))
                 call = _count(frame, "call")
@@ -304,6 +308,19 @@ class LocalServer:
         good = await self._runtime.verify(manifest, grant.pages)
         detail = "" if good else "length or hash differs from the manifest's"
         return self._runtime.finish_put(grant, manifest, size, good).status, detail
+
+    async def _commit(self, connection: _Connection, call: int, ticket: Ticket) -> None:
+        body = Commit(ticket, connection.peer.ref, self._runtime.core.incarnation)
+        reply = self._runtime.control(body)
+        await connection.frames.send(
+            {
+                "op": "committed",
+                "call": call,
+                "status": reply.status.value,
+                "used_bytes": reply.used_bytes,
+                "budget_bytes": reply.budget_bytes,
+            }
+        )
 
     async def _begin_get(self, connection: _Connection, call: int, body: BeginGet) -> None:
         grant = self._runtime.begin_get(body)

@@ -48,8 +48,9 @@ from deepinfer.kvstore.core.store import StoreCore
 from deepinfer.kvstore.host_pool import SLAB_BYTES, HostPool
 
 TICK_S = 0.05
-VERIFY_INLINE_BYTES = 4 << 20
-"""Up to here hashing is over sooner than a thread would have begun (a tenth of a millisecond)."""
+VERIFY_INLINE_BYTES = 8 << 20
+"""Up to here the loop hashes by itself, in a few hundred microseconds at most: as long as a chunk
+over gRPC takes it, and little more than handing it to a thread and back would."""
 
 
 class StoreRuntime:

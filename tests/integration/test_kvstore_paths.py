@@ -109,6 +109,22 @@ def test_a_payload_may_be_written_by_a_function(path: Path) -> None:
     asyncio.run(main())
 
 
+@either_path
+def test_only_its_writer_commits_a_payload(path: Path) -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            writer = store.client(path)
+            await writer.reserve(ticket(1), 4 * PAGE, epoch=1)
+            assert (await writer.put(ticket(1), draft(ticket(1), 2), payload(1, 2))).status is S.OK
+            other = store.client(path, writer=WorkerRef(WorkerId("worker-1"), Incarnation(1)))
+            await other.get(ticket(1), lambda manifest: None)  # has it connect
+            assert (await other.commit(ticket(1))).status is S.NOT_YOURS
+            assert (await other.get(ticket(1), lambda manifest: None)).status is S.UNKNOWN_TICKET
+            assert (await writer.commit(ticket(1))).status is S.OK
+
+    asyncio.run(main())
+
+
 # ---- refusals: the same status over either path, and nothing is left behind ----------------------
 
 Refusal = Callable[[Store, StoreClient], Awaitable[S]]

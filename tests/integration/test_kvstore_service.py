@@ -78,7 +78,11 @@ def test_list_and_stats_say_what_is_there() -> None:
             ]
             stats = await client.stats()
             assert stats is not None
-            assert (stats.used_bytes, stats.tickets, stats.counters["deepinfer_store_committed_total"]) == (
+            assert (
+                stats.used_bytes,
+                stats.tickets,
+                stats.counters["deepinfer_store_committed_total"],
+            ) == (
                 5 * PAGE,
                 2,
                 1,

@@ -211,6 +211,28 @@ def test_a_writer_whose_connection_broke_acknowledges_over_the_next_one() -> Non
     asyncio.run(main())
 
 
+def test_a_commit_reaches_the_store_over_grpc_when_the_connection_broke() -> None:
+    async def main() -> None:
+        async with running_store() as store:
+            client = store.client("memfd")
+            for number, broken in ((1, False), (2, True), (3, True)):
+                await client.reserve(ticket(number), 2 * PAGE, epoch=1)
+                put = await client.put(ticket(number), draft(ticket(number), 2), payload(number, 2))
+                assert put.status is S.OK
+                link = client._link
+                assert link is not None
+                if broken:
+                    link._frames.sock.shutdown(socket.SHUT_RDWR)
+                if number == 3:  # the client has noticed, too
+                    await asyncio.wait_for(link._unmapped.wait(), 2)
+                    assert not link.alive
+                done = await client.commit(ticket(number))
+                assert (done.status, done.used_bytes) == (S.OK, 2 * number * PAGE)
+                assert done.budget_bytes == 64 * PAGE
+
+    asyncio.run(main())
+
+
 def test_a_put_that_takes_too_long_is_unreachable_and_leaves_nothing() -> None:
     async def main() -> None:
         async with running_store() as store:
