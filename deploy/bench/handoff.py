@@ -118,11 +118,12 @@ async def _measure(
     async with AsyncExitStack() as stack:
         # Those that fork come first: gRPC does not like it once it runs.
         others: dict[str, Peer] = {}
-        skipped = {}
+        skipped, versions = {}, {}
         if isinstance(redis, str):
             skipped["redis"] = redis
         else:
-            others["redis"] = await stack.enter_async_context(running_redis(redis))
+            peer = await stack.enter_async_context(running_redis(redis))
+            others["redis"], versions["redis_version"] = peer, peer.version()
         ray = await stack.enter_async_context(running_ray(bytes_max))
         others["ray"] = ray
         grpc, memfd = await stack.enter_async_context(running_store(LAYOUT, 2 * bytes_max))
@@ -140,6 +141,7 @@ async def _measure(
         "rate": "payload_bytes / (put + get); medians over rounds in which the peers take turns",
         "peers": NAMES,
         "skipped": skipped,
+        **versions,
         "block_bytes": LAYOUT.block_bytes,
         "rounds": rounds,
         "results": results,

@@ -302,6 +302,10 @@ class RedisPeer:
         self._client = client
         self.port = port
 
+    def version(self) -> str:
+        """The server's."""
+        return str(self._client.info("server")["redis_version"])
+
     async def ready(self, payload: Payload) -> None:
         """Nothing: Redis makes room as it goes."""
 

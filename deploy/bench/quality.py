@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -218,7 +219,7 @@ def _measure(path: Path, plan: Plan, text: str, advance: Callable[..., None]) ->
         }
     return {
         "text": {"tokens": text_tokens},
-        "reference": "transformers, weights and KV cache in float32",
+        "reference": f"transformers {version('transformers')}, weights and KV cache in float32",
         "windows": plan.windows,
         "window_tokens": plan.window_tokens,
         "positions": sum(len(window) - 1 for window in windows),

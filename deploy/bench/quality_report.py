@@ -65,21 +65,20 @@ def table(figures: dict[str, Any]) -> Table:
     tokens = figures["greedy"]["answer_tokens"]
     shown = Table(title="beside float32 (± standard error)", padding=(0, 1, 0, 0))
     shown.add_column("KV", no_wrap=True)
-    for name in ("B/token", "perplexity", "change", "KL, nats", "top token", f"alike of {tokens}"):
+    for name in ("perplexity", "change %", "KL nats", "top token %", f"alike of {tokens}"):
         shown.add_column(name, justify="right", no_wrap=True)
     for dtype, one in figures["results"].items():
         if dtype == "fp32":
-            shown.add_row(dtype, "", f"{one['perplexity']['mean']:.3f}", *[""] * 4)
+            shown.add_row(dtype, f"{one['perplexity']['mean']:.2f}")
             continue
         ratio, kl = one["perplexity_over_fp32"], one["kl_nats"]
         same, alike = one["top_token_agreement"], one["greedy_tokens_alike"]
         shown.add_row(
             dtype,
-            f"{one['kv_bytes_a_token']:,}",
-            f"{one['perplexity']['mean']:.3f}",
-            f"{ratio['mean'] - 1:+.3%} ±{ratio['standard_error']:.3%}",
+            f"{one['perplexity']['mean']:.2f}",
+            f"{100 * (ratio['mean'] - 1):+.2f} ±{100 * ratio['standard_error']:.2f}",
             f"{kl['mean']:.1e} ±{kl['standard_error']:.0e}",
-            f"{same['mean']:.2%} ±{same['standard_error']:.2%}",
+            f"{100 * same['mean']:.2f} ±{100 * same['standard_error']:.2f}",
             f"{alike['mean']:.1f} ±{alike['standard_error']:.1f}",
         )
     return shown
