@@ -26,7 +26,7 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except expected as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(interrupts.exit_code()) from error

@@ -125,6 +125,8 @@ class _Hub:
     """One model at one hub, through ``huggingface_hub``."""
 
     def __init__(self, name: HubName, environment: Mapping[str, str]) -> None:
+        from huggingface_hub import constants
+
         self._name = name
         self._endpoint = environment.get("HF_ENDPOINT") or None
         self._token = environment.get("HF_TOKEN") or None
@@ -132,7 +134,8 @@ class _Hub:
         if self._cache is None and (home := environment.get("HF_HOME")):
             self._cache = str(Path(home).expanduser() / "hub")
         said = environment.get("HF_HUB_OFFLINE", "")
-        self.offline = said.upper() in ("1", "ON", "YES", "TRUE")
+        # The library has read its own environment, once and for all.
+        self.offline = said.upper() in ("1", "ON", "YES", "TRUE") or constants.HF_HUB_OFFLINE
 
     def cached(self) -> Path | None:
         """The model, if the cache has all of it."""

@@ -128,8 +128,8 @@ def resolve_model(
 def check_model(path: Path) -> ModelConfig:
     """Open a resolved model as a worker and a gateway do, without reading its weights.
 
-    Returns what kind of model it is. Raises :class:`ModelUnavailableError`: damaged, incomplete, not supported, no tokenizer, or a
-    tokenizer of another model.
+    Returns what kind of model it is. Raises :class:`ModelUnavailableError`: damaged, incomplete,
+    not supported, no tokenizer, or a tokenizer of another model.
     """
     from deepinfer.text.load import load_tokenizer
     from deepinfer.workers.model.load import load_model

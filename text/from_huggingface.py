@@ -16,6 +16,9 @@ from deepinfer.text.tokenizer import Tokenizer
 
 _Json = Mapping[str, object]
 
+# Far beyond the largest: 34 MB for a vocabulary of 262,144 tokens.
+_FILE_BYTES_MAX = 1 << 28
+
 # Without tokenizer.json, what these files would need.
 _OTHER_KINDS = {
     "tokenizer.model": "SentencePiece",
@@ -78,11 +81,21 @@ def load_huggingface_tokenizer(folder: Path) -> Tokenizer:
     )
 
 
+def _read_text(file: Path) -> str:
+    if (size := file.stat().st_size) > _FILE_BYTES_MAX:
+        raise TokenizerError(f"{file}: {size} bytes; at most {_FILE_BYTES_MAX} are read")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{file}: not UTF-8: {error}") from error
+
+
 def _read_json(file: Path, *, required: bool = True) -> _Json:
     if not required and not file.is_file():
         return {}
+    text = _read_text(file)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: not readable JSON: {error}") from error
     if not isinstance(value, dict):
@@ -189,7 +202,7 @@ def _chat(
     file = folder / "chat_template.jinja"
     source = config.get("chat_template")
     if file.is_file():
-        source = file.read_text(encoding="utf-8")
+        source = _read_text(file)
     elif isinstance(source, list):  # several, by name
         named = {
             entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
