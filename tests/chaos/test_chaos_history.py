@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from deepinfer.client import Accepted, Choice, Delta, Event, Finished, Notice, SwapStats, Timings
+from deepinfer.client import (
+    Accepted,
+    Choice,
+    Delta,
+    Event,
+    Finished,
+    Notice,
+    SwapStats,
+    Timings,
+    Usage,
+)
 from support.chaos_history import Faults, History
 
 EXPECTED = (5, 6, 7, 8)
@@ -23,6 +33,7 @@ def finished(*token_ids: int) -> Finished:
         message="",
         matched_stop=None,
         logprobs=(),
+        usage=Usage(prompt_tokens=1, completion_tokens=len(token_ids)),
         swaps=SwapStats(),
         timings=Timings(
             ttft_s=None,
