@@ -177,9 +177,9 @@ def _config_ids(folder: Path, field: str) -> list[int]:
         match _read_json(folder / name, required=False).get(field):
             case None:
                 continue
-            case int(token_id):
+            case int(token_id) if not isinstance(token_id, bool):
                 return [token_id]
-            case list(ids) if all(isinstance(i, int) for i in ids):
+            case list(ids) if all(type(i) is int for i in ids):
                 return ids
             case other:
                 raise TokenizerError(f"{folder}/{name}: {field} = {other!r}: must be ids")

@@ -24,4 +24,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             return load_gguf_tokenizer(path)
     except OSError as error:
         raise TokenizerError(f"{path}: {error.strerror or error}") from error
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+        raise TokenizerError(f"{path}: a token has no UTF-8 form: {error.reason}") from error
     raise TokenizerError(f"{path}: no such file or folder: no tokenizer to load")

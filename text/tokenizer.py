@@ -59,7 +59,7 @@ class Tokenizer:
         named |= {"prefix_ids": self.prefix_ids, "suffix_ids": self.suffix_ids}
         named |= {"bos_id": () if bos_id is None else (bos_id,)}
         for name, ids in named.items():
-            if unknown := sorted(i for i in ids if backend.id_to_token(i) is None):
+            if unknown := sorted(i for i in ids if self.token(i) is None):
                 raise TokenizerError(f"{name}: {unknown} are not in the vocabulary")
 
     @property
@@ -124,7 +124,8 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary writes it (``Ġthe``), or None if there is none."""
-        return self._backend.id_to_token(token_id) if token_id >= 0 else None
+        # The backend takes 32-bit numbers and raises OverflowError for others.
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary writes it, or None if it has none."""

@@ -95,6 +95,9 @@ def test_missing_and_foreign_tokenizers_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(TokenizerError, match="not readable JSON"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b'{"model": "\xff"}')
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not UTF-8"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]", encoding="utf-8")
     with pytest.raises(TokenizerError, match="holds list, not an object"):
         load_tokenizer(tmp_path)
@@ -127,11 +130,21 @@ def test_decoders_that_cannot_stream_are_refused_by_name(
         ({"eos_token": 7}, "eos_token = 7"),
         ({"added_tokens_decoder": {"x": {"content": "y"}}}, "'x' is malformed"),
         ({"chat_template": 7}, "chat_template is not a string"),
+        ({"chat_template": "{% for %}"}, "chat template, line 1"),
+        ({"eos_token": "\ud800"}, "a token has no UTF-8 form"),
     ],
 )
 def test_bad_configs_are_named(tmp_path: Path, config: dict[str, object], named: str) -> None:
-    with pytest.raises(TokenizerError, match=named):
+    with pytest.raises((TokenizerError, ChatTemplateError), match=named):
         load_tokenizer(write_folder(tmp_path / "a", BYTE, tokenizer_config=config))
+
+
+def test_files_beyond_any_real_size_are_not_read(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "a", BYTE)
+    with (folder / "tokenizer_config.json").open("wb") as file:
+        file.truncate(1 << 30)  # sparse
+    with pytest.raises(TokenizerError, match="1073741824 bytes; at most 268435456 are read"):
+        load_tokenizer(folder)
 
 
 def test_end_ids_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
@@ -141,12 +154,20 @@ def test_end_ids_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", BYTE, generation_config={"eos_token_id": "2"})
     with pytest.raises(TokenizerError, match="eos_token_id = '2': must be ids"):
         load_tokenizer(folder)
+    for absurd in (-1, 10**12):
+        folder = write_folder(tmp_path / "a", BYTE, generation_config={"eos_token_id": [1, absurd]})
+        with pytest.raises(TokenizerError, match=rf"eos_ids: \[{absurd}\] are not in the vocab"):
+            load_tokenizer(folder)
+    folder = write_folder(tmp_path / "a", BYTE, generation_config={"eos_token_id": True})
+    with pytest.raises(TokenizerError, match="eos_token_id = True: must be ids"):
+        load_tokenizer(folder)
 
 
 def test_ids_beyond_the_vocabulary_are_no_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path / "a", BYTE))
     assert tokenizer.decode([tokenizer.vocab_size, 10**6, -1]) == ""
     assert tokenizer.token(10**6) is None
+    assert tokenizer.token(10**12) is None
     assert tokenizer.token(-1) is None
 
 
