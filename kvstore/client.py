@@ -11,37 +11,25 @@ The same-node path (``memfd``) copies straight into and out of the store's memor
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
 
 from deepinfer.kvstore import wire
-from deepinfer.kvstore.copying import SpreadWriter, byte_views, chunks
+from deepinfer.kvstore.copying import byte_views
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
-from deepinfer.kvstore.core.manifest import Manifest, ManifestError
+from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
-from deepinfer.kvstore.hashing import GroupHasher
 from deepinfer.kvstore.heap import keep_freed_buffers
-from deepinfer.kvstore.link import (
-    Fill,
-    Into,
-    LocalLink,
-    OnMap,
-    Outcome,
-    Source,
-    Stopped,
-    fill_step,
-    in_thread,
-)
-from deepinfer.kvstore.service import CHANNEL_OPTIONS, CHUNK_BYTES, SERVICE
+from deepinfer.kvstore.link import Fill, Into, LocalLink, OnMap, Outcome, Source
+from deepinfer.kvstore.remote import RemoteLink
+from deepinfer.kvstore.service import CHANNEL_OPTIONS
 from deepinfer.proto import kvstore_pb2 as pb
 from deepinfer.proto import kvstore_pb2_grpc
 from deepinfer.proto.bearer import bearer
@@ -136,16 +124,7 @@ class StoreClient:
         options = [*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS]
         self._channel = grpc.aio.insecure_channel(address, options)
         self._stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)
-        self._put_call: Any = self._channel.stream_unary(
-            f"/{SERVICE}/Put",
-            request_serializer=lambda message: message,
-            response_deserializer=pb.StoreReply.FromString,
-        )
-        self._get_call: Any = self._channel.unary_stream(
-            f"/{SERVICE}/Get",
-            request_serializer=pb.GetRequest.SerializeToString,
-            response_deserializer=wire.get_response_from_bytes,
-        )
+        self._remote = RemoteLink(self._channel, writer, self._executor, self._metadata)
         self._link: LocalLink | None = None
         self._linking = asyncio.Lock()
         self._no_local_until = 0.0
@@ -229,7 +208,7 @@ class StoreClient:
         outcome, path = await self._over(
             timeout_s,
             lambda link: link.put(ticket, draft, source),
-            lambda left: self._put_grpc(ticket, draft, source, left),
+            lambda left: self._remote.put(ticket, draft, source, self._incarnation(), left),
         )
         copy_us = (time.perf_counter_ns() - started) // 1000
         sent = draft.payload_bytes if outcome.status is StoreStatus.OK else 0
@@ -245,7 +224,7 @@ class StoreClient:
         outcome, path = await self._over(
             timeout_s,
             lambda link: link.get(ticket, into),
-            lambda left: self._get_grpc(ticket, into, left),
+            lambda left: self._remote.get(ticket, into, left),
         )
         copy_us = (time.perf_counter_ns() - started) // 1000
         got = 0
@@ -323,84 +302,6 @@ class StoreClient:
         except OSError:
             return None
 
-    # ---- gRPC ----
-
-    async def _put_grpc(
-        self, ticket: Ticket, draft: Manifest, source: Source, timeout_s: float
-    ) -> Outcome:
-        stop = threading.Event()
-        manifest = await in_thread(self._executor, stop, lambda: _hashed(draft, source, stop))
-        messages = (wire.chunk_to_bytes(pieces) for pieces in _chunks(draft, source))
-        following = partial(next, messages, None)
-        message = await in_thread(self._executor, stop, following)
-        call = self._put_call(timeout=timeout_s, metadata=self._metadata)
-        header = pb.PutHeader(
-            ticket=wire.ticket_to_proto(ticket),
-            writer=wire.writer_to_proto(self.writer),
-            store_incarnation=self._incarnation() or 0,
-            manifest=wire.manifest_to_bytes(manifest),
-            payload_bytes=manifest.payload_bytes,
-            payload_xxh3=manifest.payload_hash,
-        )
-        try:
-            await call.write(pb.PutRequest(header=header).SerializeToString())
-            while message is not None:
-                await call.write(message)
-                message = await in_thread(self._executor, stop, following)
-            await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the store has answered already: with what, the next line says
-        reply = await call
-        return Outcome(wire.status_from_proto(reply.status), manifest, reply.detail)
-
-    async def _get_grpc(self, ticket: Ticket, into: Into, timeout_s: float) -> Outcome:
-        request = pb.GetRequest(
-            ticket=wire.ticket_to_proto(ticket), reader=wire.writer_to_proto(self.writer)
-        )
-        call = self._get_call(request, timeout=timeout_s, metadata=self._metadata)
-        try:
-            messages = aiter(call)
-            header = await anext(messages, None)
-            if not isinstance(header, pb.GetHeader):
-                return Outcome(StoreStatus.BAD_PAYLOAD, None, "no header came")
-            status = wire.status_from_proto(header.reply.status)
-            if status is not StoreStatus.OK:
-                return Outcome(status, None, header.reply.detail)
-            try:
-                manifest = wire.manifest_from_bytes(header.manifest)
-            except ManifestError as error:
-                return Outcome(StoreStatus.BAD_PAYLOAD, None, str(error))
-            buffers = into(manifest)
-            if buffers is None:
-                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
-            views = byte_views("into", buffers, manifest.payload_bytes)
-            return await self._receive(messages, manifest, views)
-        finally:
-            call.cancel()
-
-    async def _receive(
-        self, messages: AsyncIterator[Any], manifest: Manifest, views: list[memoryview]
-    ) -> Outcome:
-        hasher = GroupHasher(manifest)
-        writer = SpreadWriter(views)
-
-        def take(chunk: memoryview) -> None:
-            writer.write(chunk)
-            hasher.update(chunk)
-
-        never = threading.Event()  # one chunk is soon done
-        async for chunk in messages:
-            if not isinstance(chunk, memoryview):
-                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "a second header")
-            if hasher.hashed_bytes + len(chunk) > manifest.payload_bytes:
-                detail = f"more than the manifest's {manifest.payload_bytes} bytes"
-                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, detail)
-            await in_thread(self._executor, never, partial(take, chunk))
-        if not hasher.matches(manifest):
-            detail = f"{hasher.hashed_bytes} of {manifest.payload_bytes} bytes, or another hash"
-            return Outcome(StoreStatus.BAD_PAYLOAD, manifest, detail)
-        return Outcome(StoreStatus.OK, manifest, "")
-
     async def _call(self, method: Any, request: Any) -> CallResult:
         try:
             reply: pb.StoreReply = await method(
@@ -421,35 +322,6 @@ class StoreClient:
     def _incarnation(self) -> Incarnation | None:
         """The store's life, as far as the same-node path told it."""
         return None if self._link is None else self._link.incarnation
-
-
-def _chunks(draft: Manifest, source: Source) -> Iterator[list[memoryview]]:
-    """The payload in chunks; what they show changes with the next one if ``source`` writes it."""
-    if not callable(source):
-        yield from chunks(source, CHUNK_BYTES)
-        return
-    step = fill_step(draft)
-    buffer = memoryview(bytearray(min(step, draft.payload_bytes)))
-    for begin in range(0, draft.payload_bytes, step):
-        part = buffer[: draft.payload_bytes - begin]
-        source(begin // draft.block_bytes, part)
-        yield from chunks([part], CHUNK_BYTES)
-
-
-def _hashed(draft: Manifest, source: Source, stop: threading.Event) -> Manifest:
-    """The manifest with its hashes, which go ahead of the payload.
-
-    A ``source`` that writes is asked twice rather than that a whole payload is kept in between: its
-    memory would have to be found just when there is none. Should it write other bytes when they are
-    sent, the store finds the hash wrong.
-    """
-    hasher = GroupHasher(draft)
-    for pieces in _chunks(draft, source):
-        if stop.is_set():
-            raise Stopped
-        for piece in pieces:
-            hasher.update(piece)
-    return hasher.fill_in(draft)
 
 
 def _status_of(error: grpc.aio.AioRpcError) -> StoreStatus:

@@ -26,7 +26,8 @@ def keep_freed_buffers() -> bool:
         return False
     mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
     mallopt.restype = ctypes.c_int
-    return (
-        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) == 1
-        and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES) == 1
-    )
+    done: list[int] = [
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
+        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES),
+    ]
+    return done == [1, 1]

@@ -186,7 +186,7 @@ class RawWriter:
                 yield wire.chunk_to_bytes([memoryview(data)[at : at + 3000]])
 
         client = self._client
-        reply = await client._put_call(requests(), metadata=client._metadata)
+        reply = await client._remote._put_call(requests(), metadata=client._metadata)
         status: str = reply.status
         return status
 

@@ -101,7 +101,7 @@ async def put_half(client: StoreClient, number: int) -> Any:
         manifest=wire.manifest_to_bytes(manifest),
         payload_bytes=manifest.payload_bytes,
     )
-    rpc = client._put_call(metadata=client._metadata)
+    rpc = client._remote._put_call(metadata=client._metadata)
     await rpc.write(kvstore_pb2.PutRequest(header=header).SerializeToString())
     await rpc.write(wire.chunk_to_bytes(payload(number, 1)))
     return rpc

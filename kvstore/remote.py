@@ -1,0 +1,164 @@
+"""The worker's end of the path over gRPC: payloads in chunks, from any node."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from deepinfer.kvstore import wire
+from deepinfer.kvstore.copying import SpreadWriter, byte_views, chunks
+from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
+from deepinfer.kvstore.core.manifest import Manifest, ManifestError
+from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.hashing import GroupHasher
+from deepinfer.kvstore.link import Into, Outcome, Source, Stopped, fill_step, in_thread
+from deepinfer.kvstore.service import CHUNK_BYTES, SERVICE
+from deepinfer.proto import kvstore_pb2 as pb
+from deepinfer.proto.bearer import Metadata
+
+
+class RemoteLink:
+    """``Put`` and ``Get`` of one store over a channel that its owner closes.
+
+    Raises ``grpc.aio.AioRpcError`` when a call fails.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        writer: WorkerRef,
+        executor: Executor,
+        metadata: Metadata,
+    ) -> None:
+        self._writer = writer
+        self._executor = executor
+        self._metadata = metadata
+        self._put_call: Any = channel.stream_unary(
+            f"/{SERVICE}/Put",
+            request_serializer=lambda message: message,
+            response_deserializer=pb.StoreReply.FromString,
+        )
+        self._get_call: Any = channel.unary_stream(
+            f"/{SERVICE}/Get",
+            request_serializer=pb.GetRequest.SerializeToString,
+            response_deserializer=wire.get_response_from_bytes,
+        )
+
+    async def put(
+        self,
+        ticket: Ticket,
+        draft: Manifest,
+        source: Source,
+        store: Incarnation | None,
+        timeout_s: float,
+    ) -> Outcome:
+        """Send a payload; the store verifies it. ``store`` is its life, where that is known."""
+        stop = threading.Event()
+        manifest = await in_thread(self._executor, stop, lambda: _hashed(draft, source, stop))
+        messages = (wire.chunk_to_bytes(pieces) for pieces in _chunks(draft, source))
+        following = partial(next, messages, None)
+        message = await in_thread(self._executor, stop, following)
+        call = self._put_call(timeout=timeout_s, metadata=self._metadata)
+        header = pb.PutHeader(
+            ticket=wire.ticket_to_proto(ticket),
+            writer=wire.writer_to_proto(self._writer),
+            store_incarnation=store or 0,
+            manifest=wire.manifest_to_bytes(manifest),
+            payload_bytes=manifest.payload_bytes,
+            payload_xxh3=manifest.payload_hash,
+        )
+        try:
+            await call.write(pb.PutRequest(header=header).SerializeToString())
+            while message is not None:
+                await call.write(message)
+                message = await in_thread(self._executor, stop, following)
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the store has answered already: with what, the next line says
+        reply = await call
+        return Outcome(wire.status_from_proto(reply.status), manifest, reply.detail)
+
+    async def get(self, ticket: Ticket, into: Into, timeout_s: float) -> Outcome:
+        """Receive a payload into buffers, and check what was written there."""
+        request = pb.GetRequest(
+            ticket=wire.ticket_to_proto(ticket), reader=wire.writer_to_proto(self._writer)
+        )
+        call = self._get_call(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            messages = aiter(call)
+            header = await anext(messages, None)
+            if not isinstance(header, pb.GetHeader):
+                return Outcome(StoreStatus.BAD_PAYLOAD, None, "no header came")
+            status = wire.status_from_proto(header.reply.status)
+            if status is not StoreStatus.OK:
+                return Outcome(status, None, header.reply.detail)
+            try:
+                manifest = wire.manifest_from_bytes(header.manifest)
+            except ManifestError as error:
+                return Outcome(StoreStatus.BAD_PAYLOAD, None, str(error))
+            buffers = into(manifest)
+            if buffers is None:
+                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
+            views = byte_views("into", buffers, manifest.payload_bytes)
+            return await self._receive(messages, manifest, views)
+        finally:
+            call.cancel()
+
+    async def _receive(
+        self, messages: AsyncIterator[Any], manifest: Manifest, views: list[memoryview]
+    ) -> Outcome:
+        hasher = GroupHasher(manifest)
+        writer = SpreadWriter(views)
+
+        def take(chunk: memoryview) -> None:
+            writer.write(chunk)
+            hasher.update(chunk)
+
+        never = threading.Event()  # one chunk is soon done
+        async for chunk in messages:
+            if not isinstance(chunk, memoryview):
+                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "a second header")
+            if hasher.hashed_bytes + len(chunk) > manifest.payload_bytes:
+                detail = f"more than the manifest's {manifest.payload_bytes} bytes"
+                return Outcome(StoreStatus.BAD_PAYLOAD, manifest, detail)
+            await in_thread(self._executor, never, partial(take, chunk))
+        if not hasher.matches(manifest):
+            detail = f"{hasher.hashed_bytes} of {manifest.payload_bytes} bytes, or another hash"
+            return Outcome(StoreStatus.BAD_PAYLOAD, manifest, detail)
+        return Outcome(StoreStatus.OK, manifest, "")
+
+
+def _chunks(draft: Manifest, source: Source) -> Iterator[list[memoryview]]:
+    """The payload in chunks; what they show changes with the next one if ``source`` writes it."""
+    if not callable(source):
+        yield from chunks(source, CHUNK_BYTES)
+        return
+    step = fill_step(draft)
+    buffer = memoryview(bytearray(min(step, draft.payload_bytes)))
+    for begin in range(0, draft.payload_bytes, step):
+        part = buffer[: draft.payload_bytes - begin]
+        source(begin // draft.block_bytes, part)
+        yield from chunks([part], CHUNK_BYTES)
+
+
+def _hashed(draft: Manifest, source: Source, stop: threading.Event) -> Manifest:
+    """The manifest with its hashes, which go ahead of the payload.
+
+    A ``source`` that writes is asked twice rather than that a whole payload is kept in between: its
+    memory would have to be found just when there is none. Should it write other bytes when they are
+    sent, the store finds the hash wrong.
+    """
+    hasher = GroupHasher(draft)
+    for pieces in _chunks(draft, source):
+        if stop.is_set():
+            raise Stopped
+        for piece in pieces:
+            hasher.update(piece)
+    return hasher.fill_in(draft)
