@@ -40,6 +40,9 @@ Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tok
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
 
 
+KV_DTYPES = ("auto", "fp16", "int8", "fp8", "fp8_e5m2", "k16v8")
+
+
 def one_of(*values: str) -> Callable[[str], list[str]]:
     """What a shell completes an option's value from."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
@@ -73,7 +76,7 @@ def up(
         str | None,
         typer.Option(
             help="auto, fp16, int8, fp8, fp8_e5m2 or k16v8.",
-            autocompletion=one_of("auto", "fp16", "int8", "fp8", "fp8_e5m2", "k16v8"),
+            autocompletion=one_of(*KV_DTYPES),
         ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
@@ -303,7 +306,9 @@ def top(
 def demo(
     requests: Annotated[int, typer.Option(min=2, max=32, help="Chats sent at once.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=8, max=512, help="Tokens an answer.")] = 64,
-    kv_cache_dtype: Annotated[str, typer.Option(help="KV dtype of the pools.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="KV dtype of the pools.", autocompletion=one_of(*KV_DTYPES))
+    ] = "auto",
     output: Annotated[
         Path | None, typer.Option(help="Also write the table as JSON to this file.")
     ] = None,
