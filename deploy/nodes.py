@@ -12,6 +12,8 @@ from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+HEAD = "node:__internal_head__"
+"""The resource by which Ray marks its head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,14 @@ HERE = Nodes(home=Node("local", LOOPBACK), computing=(Node("local", LOOPBACK),))
 """This machine alone."""
 
 
-def choose_nodes(
-    records: Sequence[Mapping[str, Any]], home_id: str, wanted: int | Literal["all"]
-) -> Nodes:
-    """Pick from ``ray.nodes()``: home first, the others by address.
+def choose_nodes(records: Sequence[Mapping[str, Any]], wanted: int | Literal["all"]) -> Nodes:
+    """Pick from ``ray.nodes()``: the head, which is home, first; the others by address.
 
     A node computes if Ray has CPUs there: a head with ``num-cpus: 0``, as KubeRay has it, gets the
     controller and the gateways only.
 
     Args:
         records: what ``ray.nodes()`` returned.
-        home_id: Ray's id of the node for the controller and the gateways.
         wanted: how many nodes compute; ``all`` takes every one.
 
     Raises:
@@ -62,7 +61,7 @@ def choose_nodes(
     """
     alive = sorted(
         (record for record in records if record["Alive"]),
-        key=lambda r: (r["NodeID"] != home_id, r["NodeManagerAddress"], r["NodeID"]),
+        key=lambda r: (HEAD not in r["Resources"], r["NodeManagerAddress"], r["NodeID"]),
     )
     titles = Counter(record["NodeName"] for record in alive)
     nodes = {
@@ -83,7 +82,8 @@ def choose_nodes(
         raise LaunchError(
             f"nodes = {wanted}: Ray has {len(able)} nodes with CPUs, of {len(alive)} that are alive"
         )
-    chosen = Nodes(home=nodes[home_id], computing=tuple(able if wanted == "all" else able[:wanted]))
+    home = nodes[alive[0]["NodeID"]]
+    chosen = Nodes(home=home, computing=tuple(able if wanted == "all" else able[:wanted]))
     if len(chosen.everyone) > 1:
         return chosen
     alone = replace(chosen.home, address=LOOPBACK)  # nobody elsewhere has to reach it
@@ -91,11 +91,17 @@ def choose_nodes(
 
 
 def check_reachable(config: ClusterConfig, nodes: Nodes) -> None:
-    """Refuse gateways that workers on other machines cannot reach.
+    """Refuse gateways and stores that workers on other nodes cannot reach.
 
     Raises:
-        LaunchError: ``host`` is loopback, and a node is not on this machine.
+        LaunchError: ``host`` is loopback, and a node is not on this machine; or ``store_path`` is
+            ``memfd``, and there is more than one node.
     """
+    if config.store_path == "memfd" and len(nodes.everyone) > 1:
+        raise LaunchError(
+            "store_path = 'memfd': a payload in another node's store could not be fetched: must be "
+            "auto or grpc with several nodes"
+        )
     far = [n.address for n in nodes.everyone if not ipaddress.ip_address(n.address).is_loopback]
     if config.loopback and far and len(nodes.everyone) > 1:
         raise LaunchError(

@@ -161,7 +161,7 @@ class RunningRay:
         import ray
 
         records = ray.nodes()  # type: ignore[no-untyped-call]
-        return choose_nodes(records, ray.get_runtime_context().get_node_id(), self.wanted)
+        return choose_nodes(records, self.wanted)
 
 
 def members() -> tuple[str, ...]:

@@ -94,7 +94,9 @@ class GetResult(NamedTuple):
 class StoreClient:
     """One worker life's client of one store's address. Make and use it in one event loop.
 
-    ``executor`` runs copies and hashes (by default two threads of the client's own).
+    ``node`` is where the caller runs: only a store there is tried over shared memory; None tries
+    every one that offers it. ``executor`` runs copies and hashes (by default two threads of the
+    client's own).
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class StoreClient:
         *,
         token: str,
         path: Path = "auto",
+        node: str | None = None,
         executor: Executor | None = None,
         on_map: OnMap | None = None,
         deadlines: Deadlines | None = None,
@@ -114,6 +117,7 @@ class StoreClient:
         self.writer = writer
         self._metadata = bearer(token)
         self._path: Path = path
+        self._node = node
         self._own_executor = (
             ThreadPoolExecutor(2, thread_name_prefix="kvclient") if executor is None else None
         )
@@ -277,7 +281,7 @@ class StoreClient:
             stats = await self.stats()
             socket_path = "" if stats is None else stats.local_socket
             link = None
-            if socket_path:
+            if socket_path and stats is not None and self._node in (None, stats.node):
                 link = await self._connect(socket_path)
             if link is None or stats is None or link.incarnation != stats.incarnation:
                 self._no_local_until = time.monotonic() + _RETRY_LOCAL_S

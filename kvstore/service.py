@@ -176,6 +176,7 @@ class StoreService:
             tickets=numbers["tickets_reserved"] + numbers["tickets_committed"],
             counters=self._runtime.counters(),
             local_socket=self._local_socket,
+            node=core.node,
         )
 
     # ---- payloads ----

@@ -133,7 +133,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("store", "incarnation", "budget_bytes", "used_bytes", "quarantined_bytes", "tickets", "counters", "local_socket")
+    __slots__ = ("store", "incarnation", "budget_bytes", "used_bytes", "quarantined_bytes", "tickets", "counters", "local_socket", "node")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,7 @@ class StatsResponse(_message.Message):
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     store: str
     incarnation: int
     budget_bytes: int
@@ -157,4 +158,5 @@ class StatsResponse(_message.Message):
     tickets: int
     counters: _containers.ScalarMap[str, float]
     local_socket: str
-    def __init__(self, store: _Optional[str] = ..., incarnation: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., local_socket: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, store: _Optional[str] = ..., incarnation: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., local_socket: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...

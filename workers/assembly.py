@@ -87,6 +87,7 @@ def assemble(
             shell.feed,
             token=settings.token,
             path=settings.store_path,
+            node=settings.node,
             failpoints=failpoints,
         ),
     )

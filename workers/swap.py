@@ -84,7 +84,8 @@ class StoreSwapper:
     """Puts, fetches and the calls around them, each in a task; one client a store.
 
     The pool's bytes are copied in the client's threads. ``PutDone`` and ``FetchDone`` are fed when
-    no thread touches the blocks any more, whatever happened. Belongs to one event loop.
+    no thread touches the blocks any more, whatever happened. Belongs to one event loop. ``node`` is
+    where the worker runs: stores of other nodes are reached over gRPC.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class StoreSwapper:
         *,
         token: str,
         path: Path = "auto",
+        node: str | None = None,
         failpoints: Failpoints | None = None,
     ) -> None:
         self._ref = ref
@@ -104,6 +106,7 @@ class StoreSwapper:
         self._feed = feed
         self._token = token
         self._path: Path = path
+        self._node = node
         self._failpoints = failpoints or Failpoints()
         self._addresses: dict[StoreId, str] = {}
         self._clients: dict[StoreId, StoreClient] = {}
@@ -274,7 +277,9 @@ class StoreSwapper:
             return None
         client = self._clients.get(store)
         if client is None:
-            client = StoreClient(address, self._ref, token=self._token, path=self._path)
+            client = StoreClient(
+                address, self._ref, token=self._token, path=self._path, node=self._node
+            )
             self._clients[store] = client
         return client
 
