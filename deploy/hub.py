@@ -104,7 +104,7 @@ def fetch(
             "unset it, or give the path of a model"
         )
     report = progress or (lambda done, total: None)
-    sizes = hub.list()
+    sizes = hub.sizes()
     choice = choose(name, tuple(sizes))
     total = sum(sizes[file] for file in (*choice.first, *choice.weights))
     folder: Path | None = None
@@ -155,7 +155,7 @@ class _Hub:
             return folder / choice.gguf
         return folder if _is_whole(folder) else None
 
-    def list(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """Files of the repository with their bytes."""
         from huggingface_hub import HfApi
 
@@ -304,11 +304,11 @@ def _shifted(report: Progress, before: int, total: int) -> Callable[[int], None]
 
 def _bar_class(progress: Callable[[int], None]) -> type[Any]:
     """A progress bar for the library to drive, which shows nothing and tells ``progress``."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     most = 0  # bytes received and bytes written have a bar each
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):  # type: ignore[misc]
         """Counts what is measured in bytes."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,14 @@
 """Rebuilds a tokenizer from the metadata of a GGUF file.
 
-A GGUF file lists tokens, their types and the BPE merges, and only *names* the pre-tokenizer (the
-regular expressions that cut text into words first): what the names mean is written down here,
-after the tokenizer.json of the models that they were made from.
+Of byte-level BPE a GGUF file lists tokens, their types and the merges, and only *names* the
+pre-tokenizer (the regular expressions that cut text into words first): what the names mean is
+written down here, after the tokenizer.json of the models that they were made from. What it has of
+SentencePiece is read in ``from_gguf_pieces``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
 from deepinfer.text.chat import ChatTemplate
 from deepinfer.text.errors import TokenizerError, UnsupportedTokenizerError
+from deepinfer.text.from_gguf_pieces import Pieces
 from deepinfer.text.gguf_metadata import Value, read_gguf_metadata
 from deepinfer.text.token_bytes import TokenForm
 from deepinfer.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer."
+_ARCHITECTURE = "general.architecture"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types; 1 is normal, 5 unused, 6 a byte
 
 # Files often declare one end id only, where the model's own generation_config has two. A control
@@ -61,28 +65,43 @@ _RECIPES: Mapping[str, _Recipe] = {
 
 
 def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """Rebuild the tokenizer of a GGUF file: byte-level BPE with a known pre-tokenizer.
+    """Rebuild the tokenizer of a GGUF file: SentencePiece, or BPE with a known pre-tokenizer.
 
     Every token keeps the id of its place in the file, control tokens included. Raises
     :class:`UnsupportedTokenizerError` naming any other kind, :class:`TokenizerError` for a file
     without a tokenizer or with one that contradicts itself, OSError if it cannot be opened.
     """
-    metadata = read_gguf_metadata(path, prefixes=(_PREFIX,))
-    recipe = _recipe(metadata, path)
-    tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
-    types = _token_types(metadata, len(tokens), path)
-    backend = _backend(tokens, _merges(metadata, path), recipe, path)
+    metadata = read_gguf_metadata(path, prefixes=(_PREFIX, _ARCHITECTURE))
+    pieces: Pieces | None = None
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        pieces = _pieces(metadata, path)
+        tokens, types = list(pieces.tokens), list(pieces.types)
+        backend, form = _pieces_backend(pieces, path), pieces.form()
+        adds_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", True, path)
+    else:
+        recipe = _recipe(metadata, path)
+        tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
+        types = _token_types(metadata, len(tokens), path)
+        _refuse_twins(tokens, path)
+        backend = _backend(tokens, _merges(metadata, path), recipe, path)
+        form = TokenForm(byte_level=True)
+        adds_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", recipe.adds_bos, path)
     special = [i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)]
     added = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
     # Already in the vocabulary, they keep their ids: only how text is searched for them changes.
-    backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in special])
-    backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in added])
+
+    def written(token_id: int) -> AddedToken:
+        if pieces is not None:
+            return pieces.added(token_id)
+        return AddedToken(tokens[token_id], normalized=False)
+
+    backend.add_special_tokens([written(i) for i in special])
+    backend.add_tokens([written(i) for i in added])
     for token_id in [*special, *added]:
         if (got := backend.token_to_id(tokens[token_id])) != token_id:
             raise TokenizerError(f"{path}: token {tokens[token_id]!r} is {token_id}, became {got}")
 
     bos_id = _id(metadata, "bos", len(tokens), path)
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", recipe.adds_bos)
     if adds_bos and bos_id is None:
         raise TokenizerError(f"{path}: add_bos_token is set, but there is no bos_token_id")
     eos_id = _id(metadata, "eos", len(tokens), path)
@@ -90,13 +109,49 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
     ends |= {i for i in special if types[i] == _CONTROL and tokens[i] in _END_NAMES}
     return Tokenizer(
         backend,
-        form=TokenForm(byte_level=True),
+        form=form,
         special_ids=special,
         eos_ids=(i for i in ends if i is not None),
         bos_id=bos_id,
         prefix_ids=(bos_id,) if adds_bos and bos_id is not None else (),
         chat=_chat(metadata, tokens, bos_id, eos_id, path),
     )
+
+
+def _pieces(metadata: Mapping[str, Value], path: Path) -> Pieces:
+    tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
+    _refuse_twins(tokens, path)
+    key = "tokenizer.ggml.scores"
+    scores = metadata.get(key)
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise TokenizerError(f"{path}: {key} is missing or not a list of {len(tokens)} numbers")
+    numbers = [float(score) for score in scores if isinstance(score, int | float)]
+    if len(numbers) != len(tokens) or not all(map(math.isfinite, numbers)):
+        raise TokenizerError(f"{path}: {key} holds other things than finite numbers")
+    pieces = Pieces(
+        tokens=tokens,
+        scores=numbers,
+        types=_token_types(metadata, len(tokens), path),
+        space_prefix=_flag(metadata, "tokenizer.ggml.add_space_prefix", True, path),
+        controls_eat_space=metadata.get(_ARCHITECTURE) == "phi3",
+    )
+    if (fault := pieces.fault()) is not None:
+        raise TokenizerError(f"{path}: {fault}")
+    return pieces
+
+
+def _pieces_backend(pieces: Pieces, path: Path) -> tokenizers.Tokenizer:
+    try:
+        return pieces.backend()
+    except Exception as error:  # the binding raises bare Exception
+        raise TokenizerError(f"{path}: these pieces make no tokenizer: {error}") from error
+
+
+def _flag(metadata: Mapping[str, Value], key: str, default: bool, path: Path) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise TokenizerError(f"{path}: {key} = {value!r}: must be true or false")
+    return value
 
 
 def _recipe(metadata: Mapping[str, Value], path: Path) -> _Recipe:
@@ -106,7 +161,8 @@ def _recipe(metadata: Mapping[str, Value], path: Path) -> _Recipe:
     if model != "gpt2":
         raise UnsupportedTokenizerError(
             f"{path}: tokenizer model {model!r} is not supported (supported: 'gpt2', which is "
-            "byte-level BPE); use the model's Hugging Face folder with its tokenizer.json"
+            "byte-level BPE, and 'llama', which is SentencePiece); use the model's Hugging Face "
+            "folder with its tokenizer.json"
         )
     pre = metadata.get("tokenizer.ggml.pre", "not named")
     if not isinstance(pre, str) or pre not in _RECIPES:
@@ -117,13 +173,17 @@ def _recipe(metadata: Mapping[str, Value], path: Path) -> _Recipe:
     return _RECIPES[pre]
 
 
-def _backend(
-    tokens: list[str], merges: list[tuple[str, str]], recipe: _Recipe, path: Path
-) -> tokenizers.Tokenizer:
+def _refuse_twins(tokens: list[str], path: Path) -> None:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(t for i, t in enumerate(tokens) if vocabulary[t] != i)
         raise TokenizerError(f"{path}: token {twice!r} is listed twice: its id is ambiguous")
+
+
+def _backend(
+    tokens: list[str], merges: list[tuple[str, str]], recipe: _Recipe, path: Path
+) -> tokenizers.Tokenizer:
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         bpe = models.BPE(vocabulary, merges, ignore_merges=recipe.ignore_merges)
     except Exception as error:  # the binding raises bare Exception

@@ -79,7 +79,7 @@ CASES: dict[str, ModelConfig] = {
 
 
 def kind_of(name: str) -> Kind:
-    kind: Kind = Kind[name]
+    kind: Kind = getattr(Kind, name)
     return kind
 
 

@@ -139,7 +139,8 @@ def test_chat_template_comes_along(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("changes", "without", "error", "words"),
     [
-        ({"model": "llama"}, (), UnsupportedTokenizerError, "tokenizer model 'llama' is not"),
+        ({"model": "llama"}, (), TokenizerError, r"tokenizer\.ggml\.scores is missing"),
+        ({"model": "bert"}, (), UnsupportedTokenizerError, "tokenizer model 'bert' is not"),
         ({"model": "t5"}, (), UnsupportedTokenizerError, "'t5'"),
         ({"pre": "tekken"}, (), UnsupportedTokenizerError, "pre-tokenizer 'tekken' is not"),
         ({}, ("pre",), UnsupportedTokenizerError, "pre-tokenizer 'not named' is not"),
@@ -153,6 +154,7 @@ def test_chat_template_comes_along(tokenizer: Tokenizer) -> None:
         ({"merges": ["qq zz"]}, (), TokenizerError, "merges do not fit the tokens"),
         ({"merges": ["abc"]}, (), TokenizerError, "merge 'abc' is not two tokens"),
         ({"eos_token_id": 10**6}, (), TokenizerError, "eos_token_id = 1000000: must be between"),
+        ({"add_bos_token": 1}, (), TokenizerError, "add_bos_token = 1: must be true or false"),
         ({"add_bos_token": True}, ("bos_token_id",), TokenizerError, "there is no bos_token_id"),
         ({"chat_template": 7}, (), TokenizerError, "chat_template is not a string"),
     ],
