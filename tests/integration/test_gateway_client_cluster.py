@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer.client import Accepted, Completion, Delta, Finished
+from deepinfer.gateway import actor
 from support.local_cluster import local_cluster, run_on
 from support.tiny_model import write_tiny_llama
 
@@ -55,8 +56,11 @@ def test_swapped_out_and_back_the_answers_are_the_same(model: Path) -> None:
         run_on(runner, test)
 
 
-def test_a_killed_gateways_streams_go_on_at_another(model: Path) -> None:
+def test_a_killed_gateways_streams_go_on_at_another(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every stream of the dead one, each token once, and the answers of an undisturbed run."""
+    monkeypatch.setattr(actor, "STOP_GRACE_S", None)  # it dies: what it sends is cut off
     sampling = {"max_tokens": 60, "temperature": 0.8, "ignore_eos": True}
     prompts = [f"story {i}" for i in range(6)]
 
