@@ -60,7 +60,8 @@ def plan(
     for resident in [*decodes[:decode_seats], *prefills, *decodes[decode_seats:]]:
         if len(chosen) == seats or tokens == 0:
             break
-        if resident.remaining > 1:
+        prefill = resident.remaining > 1
+        if prefill:
             spare_blocks += share(resident, blocks)
             same = (resident.seq.request, len(resident.chain))
             if same in led and _may_take(resident, blocks, resident.computed_max):
@@ -77,7 +78,7 @@ def plan(
         if missing > 0:
             resident.blocks += blocks.allocate(missing)
             spare_blocks -= missing
-        if _may_share(resident, blocks, resident.prompt_tokens):
+        if prefill and _may_share(resident, blocks, resident.prompt_tokens):
             led.add((resident.seq.request, len(resident.chain)))
         chunks.append(_chunk(resident, count))
         chosen.append(resident)
