@@ -64,12 +64,12 @@ def generate_json(
 ) -> None:
     """Write the finished answer with all that is known of it as one JSON document.
 
-    The keys are those of ``deepinfer.client.Completion``. Raises what ``connect`` and the SDK
+    The keys are those of ``deepinfer.client.Completion``, its ``usage`` among them. Raises what ``connect`` and the SDK
     raise.
     """
     with connect(endpoint, token_file) as client:
         completion = client.generate(_asked(prompt, chat), **sampling)
-    document = asdict(completion)
+    document = asdict(completion) | {"usage": asdict(completion.usage)}
     for choice in document["choices"]:
         choice["logprobs"] = [logprob._asdict() for logprob in choice["logprobs"]]
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
