@@ -64,8 +64,8 @@ def generate_json(
 ) -> None:
     """Write the finished answer with all that is known of it as one JSON document.
 
-    The keys are those of ``deepinfer.client.Completion``, its ``usage`` among them. Raises what ``connect`` and the SDK
-    raise.
+    The keys are those of ``deepinfer.client.Completion``, its ``usage`` among them. Raises what
+    ``connect`` and the SDK raise.
     """
     with connect(endpoint, token_file) as client:
         completion = client.generate(_asked(prompt, chat), **sampling)
