@@ -76,6 +76,15 @@ def test_progress_counts_the_bytes_that_a_decoder_reads(tied: bool, tmp_path: Pa
     assert len(seen) > 20
 
 
+def test_what_was_read_outlives_its_release(tmp_path: Path) -> None:
+    model = load_model(write_folder(tmp_path / "m"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight, rows = model.weights.read(name), model.weights.rows(name)
+    model.weights.release()
+    assert torch.equal(weight, tensors()[name])
+    assert torch.equal(rows(torch.tensor([5, 0])), tensors()[name][[5, 0]])
+
+
 def test_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m")
     first = load_model(folder).fingerprint

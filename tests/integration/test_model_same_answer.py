@@ -39,6 +39,12 @@ CONFIGS = {
         kv_heads=4, head_dim=32, max_positions=256, rms_eps=1e-6, rope_theta=10_000.0,
         qk_norm=True,
     ),
+    # Heads of which RoPE turns a part that is no multiple of a vector.
+    "phi3": ModelConfig(
+        family="phi3", vocab_size=61, hidden_size=36, intermediate_size=52, layers=2, heads=6,
+        kv_heads=2, head_dim=16, max_positions=256, rms_eps=1e-5, rope_theta=10_000.0,
+        rotary_dim=6, rope_divisors=(1.0, 1.5, 3.0), rope_magnitude=1.2, fused_projections=True,
+    ),
 }  # fmt: skip
 
 
@@ -79,7 +85,10 @@ def keep_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[(c, d) for c in CONFIGS for d in DTYPES], ids="-".join)
+SUBJECTS = [*((c, d) for c in ("qwen2", "qwen3") for d in DTYPES), ("phi3", "fp16")]
+
+
+@pytest.fixture(params=SUBJECTS, ids="-".join)
 def subject(request: pytest.FixtureRequest) -> Machine:
     config, dtype = request.param
     return machine(CONFIGS[config], dtype, CpuBackend(threads=1))

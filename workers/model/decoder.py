@@ -19,6 +19,9 @@ from deepinfer.workers.pool import PagedPool
 MLP_WIDTH_MULTIPLE: Final = 32
 """gate, up and down are zero-padded to a multiple of this: whole vectors, and 16-byte rows."""
 
+TRIM_LAYERS: Final = 8
+"""Layers that are packed between two trims of the heap: each costs as much as packing a layer."""
+
 EMBEDDING: Final = "model.embed_tokens.weight"
 
 ROPE_CHUNK: Final = 1024
@@ -93,7 +96,9 @@ class Decoder:
         for layer in range(config.layers):
             self.layers.append(_pack_layer(config, weights, layer, backend))
             weights.release()
-            trim_heap()
+            if layer % TRIM_LAYERS == 0:
+                trim_heap()
+        trim_heap()
         self.norm = _vector(weights, "model.norm.weight", backend)
         self.embedding_bytes = weights.raw(EMBEDDING).nbytes
         self.rope = RopeTable(config, backend.device)
