@@ -45,6 +45,7 @@ from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, P
 from deepinfer.kvstore.core.requests import InvalidRequestError, RequestRecord
 from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
 from deepinfer.proto.bearer import RequireToken
+from deepinfer.proto.bundle import bundles
 
 MESSAGE_BYTES_MAX = 4 << 20
 """Of a message to a client, and of a request as it was first sent."""
@@ -287,12 +288,14 @@ class WorkerLinkService(link_pb2_grpc.WorkerLinkServicer):
             await context.abort(grpc.StatusCode.ABORTED, "replaced by a newer link, or too slow")
 
     async def _write(self, link: WorkerLink, context: Context) -> None:
-        while (message := await link.next()) is not None:
-            await context.write(wire.to_worker(message))
+        while (messages := await link.next()) is not None:
+            for bundle in bundles(map(wire.to_worker, messages)):
+                await context.write(bundle)
 
     async def _read(self, link: WorkerLink, messages: AsyncIterator[link_pb2.FromWorker]) -> None:
-        async for message in messages:
-            self._shell.from_worker(link, wire.from_worker(message, link.worker))
+        async for bundle in messages:
+            for message in wire.link_messages(bundle):
+                self._shell.from_worker(link, wire.from_worker(message, link.worker))
 
 
 def build_server(

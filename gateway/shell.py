@@ -30,7 +30,8 @@ from deepinfer.gateway.core.events import (
     ToStream,
     WorkerLinkDown,
 )
-from deepinfer.gateway.core.gateway import GatewayCore, by_reason
+from deepinfer.gateway.core.gateway import GatewayCore
+from deepinfer.gateway.core.measures import by_reason
 from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.text import ChoiceText, Scanner, text_of
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StreamId, WorkerRef
@@ -93,9 +94,13 @@ class WorkerLink:
             self._waiting.get_nowait()
         self._waiting.put_nowait(None)
 
-    async def next(self) -> ToWorker | None:
-        """Wait for the next message; None when the link is to end."""
-        return await self._waiting.get()
+    async def next(self) -> list[ToWorker] | None:
+        """Wait for a message; return all that wait by then, or None when the link is to end."""
+        messages = [await self._waiting.get()]
+        while not self._waiting.empty():
+            messages.append(self._waiting.get_nowait())
+        told = [message for message in messages if message is not None]
+        return told if len(told) == len(messages) else None
 
 
 class Shell:

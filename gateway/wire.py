@@ -5,7 +5,7 @@ Decoding raises ``InvalidRequestError`` (a client's fault) or ``LinkError`` (a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -51,6 +51,7 @@ from deepinfer.kvstore.core.requests import (
     Token,
 )
 from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
+from deepinfer.proto.bundle import unbundled
 from deepinfer.proto.fields import SAMPLING_SCALARS
 
 _FINISH_NAMES = {reason.value: reason for reason in FinishReason}
@@ -238,6 +239,18 @@ def worker_ref_from(said: ids_pb2.WorkerRef) -> WorkerRef:
     if not said.worker:
         raise LinkError("hello.worker.worker = '': must not be empty")
     return WorkerRef(WorkerId(said.worker), Incarnation(said.incarnation))
+
+
+def link_messages(said: link_pb2.FromWorker) -> Iterator[link_pb2.FromWorker]:
+    """Take a bundle apart.
+
+    Raises:
+        LinkError: bundles inside it.
+    """
+    try:
+        yield from unbundled(said)
+    except ValueError as error:
+        raise LinkError(str(error)) from error
 
 
 def from_worker(said: link_pb2.FromWorker, worker: WorkerRef) -> ToGateway:

@@ -72,18 +72,20 @@ class LinkNotice(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., notice: _Optional[_Union[_inference_pb2.Notice, _Mapping]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "attach", "tokens", "notice", "scores")
+    __slots__ = ("hello", "attach", "tokens", "notice", "scores", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     attach: Attach
     tokens: Tokens
     notice: LinkNotice
     scores: Scores
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., notice: _Optional[_Union[LinkNotice, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[FromWorker]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., notice: _Optional[_Union[LinkNotice, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., more: _Optional[_Iterable[_Union[FromWorker, _Mapping]]] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "sampling_params", "arrival_ms", "seed", "priority", "deadline_ms", "exact", "stop_token_ids")
@@ -154,13 +156,15 @@ class Drop(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("attached", "refused", "ack", "drop")
+    __slots__ = ("attached", "refused", "ack", "drop", "more")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     attached: Attached
     refused: AttachRefused
     ack: Ack
     drop: Drop
-    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., refused: _Optional[_Union[AttachRefused, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ToWorker]
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., refused: _Optional[_Union[AttachRefused, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ToWorker, _Mapping]]] = ...) -> None: ...

@@ -19,6 +19,7 @@ from deepinfer.kvstore.core.ids import GatewayId, WorkerRef
 from deepinfer.kvstore.core.messages import ToGateway, WorkerReport
 from deepinfer.proto import control_pb2, control_pb2_grpc, link_pb2, link_pb2_grpc
 from deepinfer.proto.bearer import Metadata, bearer
+from deepinfer.proto.bundle import bundles
 from deepinfer.workers import wire
 from deepinfer.workers.core.events import (
     FromGateway,
@@ -164,13 +165,14 @@ class _GatewayLink:
         outbox: asyncio.Queue[link_pb2.FromWorker] = asyncio.Queue(OUTBOX_MAX)
         outbox.put_nowait(wire.hello_to(self._ref))
         stub = link_pb2_grpc.WorkerLinkStub(channel)
-        call = stub.Connect(_drain(outbox), metadata=self._metadata)
+        call = stub.Connect(_bundled(outbox), metadata=self._metadata)
         self._call, self._outbox = call, outbox
         self._feed(GatewayUp(self._gateway))
         try:
-            async for said in call:
+            async for bundle in call:
                 backoff.reset()
-                self._feed(FromGateway(self._gateway, wire.from_gateway(said)))
+                for said in wire.link_messages(bundle):
+                    self._feed(FromGateway(self._gateway, wire.from_gateway(said)))
         finally:
             self._call = self._outbox = None
             call.cancel()
@@ -251,6 +253,19 @@ class ReportLink:
 async def _drain(outbox: asyncio.Queue[_T]) -> AsyncIterator[_T]:
     while True:
         yield await outbox.get()
+
+
+async def _bundled(
+    outbox: asyncio.Queue[link_pb2.FromWorker],
+) -> AsyncIterator[link_pb2.FromWorker]:
+    """All that waits goes out in one message, or in as few as may be."""
+    yield await outbox.get()  # Hello stands alone.
+    while True:
+        messages = [await outbox.get()]
+        while not outbox.empty():
+            messages.append(outbox.get_nowait())
+        for bundle in bundles(messages):
+            yield bundle
 
 
 def _closing() -> bool:

@@ -82,6 +82,10 @@ def monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
+def _after_the_step(effect: WorkerEffect) -> bool:
+    return not isinstance(effect, RunStep)
+
+
 class WorkerShell:
     """One core, its engine thread and its links, on one event loop.
 
@@ -137,7 +141,9 @@ class WorkerShell:
         if self._stopped:
             return
         try:
-            for effect in self.core.handle(event, self._clock_ms()):
+            effects = self.core.handle(event, self._clock_ms())
+            # The device waits for its next step; everything else can be done while it runs.
+            for effect in sorted(effects, key=_after_the_step):
                 self._perform(effect)
         except Exception as error:
             log.exception("the worker's core failed over %s", type(event).__name__)

@@ -6,7 +6,7 @@ record that no gateway may lend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from deepinfer.kvstore.core.ids import RequestId, Run, Seq, Ticket, WorkerRef
 from deepinfer.kvstore.core.messages import (
@@ -28,6 +28,7 @@ from deepinfer.kvstore.core.messages import (
 )
 from deepinfer.kvstore.core.requests import RequestRecord, SamplingParams, Token
 from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
+from deepinfer.proto.bundle import unbundled
 from deepinfer.proto.fields import SAMPLING_SCALARS
 
 
@@ -123,6 +124,14 @@ def _notice_to(notice: Notice) -> inference_pb2.Notice:
         run_counter=notice.run.counter,
         number=notice.number,
     )
+
+
+def link_messages(said: link_pb2.ToWorker) -> Iterator[link_pb2.ToWorker]:
+    """Take a bundle apart. Raises LinkError for bundles inside it."""
+    try:
+        yield from unbundled(said)
+    except ValueError as error:
+        raise LinkError(str(error)) from error
 
 
 def from_gateway(said: link_pb2.ToWorker) -> ToWorker:

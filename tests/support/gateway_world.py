@@ -32,6 +32,7 @@ from deepinfer.proto import (
     link_pb2,
     link_pb2_grpc,
 )
+from deepinfer.proto.bundle import unbundled
 from deepinfer.text.load import load_tokenizer
 from deepinfer.text.tokenizer import Tokenizer
 
@@ -91,9 +92,10 @@ class ScriptedWorker:
 
             writer = asyncio.create_task(write())
             try:
-                async for message in call:
-                    self.received.append(message)
-                    self._got(message)
+                async for bundle in call:
+                    for message in unbundled(bundle):
+                        self.received.append(message)
+                        self._got(message)
             finally:
                 writer.cancel()
                 call.cancel()

@@ -36,6 +36,7 @@ from deepinfer.kvstore.core.messages import (
 )
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
 from deepinfer.proto import control_pb2, control_pb2_grpc, link_pb2, link_pb2_grpc
+from deepinfer.proto.bundle import unbundled
 from deepinfer.workers.actor import WorkerActor, WorkerSettings
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.events import StepDone, StepPlan
@@ -101,9 +102,10 @@ class ScriptedGateway(link_pb2_grpc.WorkerLinkServicer):
     ) -> None:
         hello = await anext(messages)
         self.worker = gateway_wire.worker_ref_from(hello.hello.worker)
-        async for said in messages:
-            for answer in self._hear(gateway_wire.from_worker(said, self.worker)):
-                outbox.put_nowait(answer)
+        async for bundle in messages:
+            for said in unbundled(bundle):
+                for answer in self._hear(gateway_wire.from_worker(said, self.worker)):
+                    outbox.put_nowait(answer)
             self.changed.set()
 
     def _hear(self, message: Attach | Tokens | Notice) -> list[ToWorker]:
