@@ -28,6 +28,7 @@ from deepinfer.workers.backends.base import Linear, Plan, RowSpan
 from deepinfer.workers.backends.cpu_attention import (
     VECTOR_WIDTH,
     AttentionGroup,
+    Scratch,
     attend,
     attention_kernels,
     make_groups,
@@ -111,6 +112,7 @@ class CpuBackend:
         self.row_multiple = ROW_MULTIPLES[0]
         self._packs = _has_packed_linear()
         self._saturations = 0
+        self._scratch = Scratch()
 
     @property
     def name(self) -> str:
@@ -186,6 +188,7 @@ class CpuBackend:
                 layout,
                 group_size=query_heads // layout.kv_heads,
                 row_multiple=self.row_multiple,
+                scratch=self._scratch,
             ),
         )
 
@@ -246,10 +249,9 @@ class CpuBackend:
         assert isinstance(plan, CpuPlan)
         heads, head_dim = q.shape[1], q.shape[2]
         result = torch.zeros((plan.padded_rows, heads * head_dim), dtype=torch.float32)
-        scaled = q * head_dim**-0.5
         for group in plan.groups:
-            k, v = read_tiles(pool, layer, group)
-            result[group.rows] = attend(scaled[group.rows], k, v, group)
+            read_tiles(pool, layer, group)
+            result[group.rows] = attend(q[group.rows], group)
         return result
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:

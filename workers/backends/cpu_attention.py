@@ -37,17 +37,49 @@ _SERIAL_ELEMENTS: Final = 32_768  # torch splits larger elementwise work across 
 class AttentionGroup:
     """Requests with equally many query tokens, attended together.
 
-    ``rows`` indexes their rows, int64 ``[members * count]``; ``blocks`` their block ids, padded
-    with block 0 to whole tiles, int64 ``[members * tiles * blocks a tile]``; ``lengths`` the valid
-    keys of each; ``masked`` is bool ``[members, 1, tiles, padded query rows, tile keys]``.
+    ``rows`` are their rows, ``members * count`` of them: a slice where they follow each other,
+    else int64 indices. ``blocks`` are their block ids, padded with block 0 to whole tiles, int64
+    ``[members * tiles * blocks a tile]``; ``masked`` is bool ``[members, 1, tiles, padded query
+    rows, tile keys]``.
+
+    The last four are scratch, float32, that every layer writes anew: ``k`` and ``v``
+    ``[members, kv_heads, blocks, block_size, head_dim]``, ``queries`` ``[members, kv_heads,
+    tiles, padded query rows, head_dim]`` (its padding rows hold anything), and ``scores``
+    ``[members * kv_heads * tiles, padded query rows, tile keys]``. ``stale`` indexes the keys of
+    ``v`` beyond each member's length, by member, head and key, int64.
     """
 
-    rows: Tensor
-    blocks: Tensor
-    lengths: tuple[int, ...]
+    rows: slice | Tensor
+    members: int
     count: int
     tiles: int
+    blocks: Tensor
+    stale: Tensor
     masked: Tensor
+    k: Tensor
+    v: Tensor
+    queries: Tensor
+    scores: Tensor
+
+
+class Scratch:
+    """Memory that the groups of a backend share, one after another; it stays warm in the cache.
+
+    What is larger than ``GROUP_BYTES`` (a long prompt's chunk) is not kept. One thread only.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Float32 memory of ``shape``, uninitialised; the same for every taker of ``name``."""
+        elements = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < elements:
+            kept = torch.empty(elements, dtype=torch.float32)
+            if 4 * elements <= GROUP_BYTES:
+                self._kept[name] = kept
+        return kept[:elements].view(shape)
 
 
 def tile_keys(layout: KvLayout) -> int:
@@ -66,7 +98,12 @@ def tile_bucket(tiles: int) -> int:
 
 
 def make_groups(
-    spans: Sequence[RowSpan], layout: KvLayout, *, group_size: int, row_multiple: int
+    spans: Sequence[RowSpan],
+    layout: KvLayout,
+    *,
+    group_size: int,
+    row_multiple: int,
+    scratch: Scratch,
 ) -> tuple[AttentionGroup, ...]:
     """Split a step's spans into groups: prefill chunks one by one, decodes by like length.
 
@@ -94,7 +131,7 @@ def make_groups(
             (bucket, members[first : first + limit]) for first in range(0, len(members), limit)
         ]
     return tuple(
-        _make_group(members, tiles, layout, group_size, row_multiple)
+        _make_group(members, tiles, layout, group_size, row_multiple, scratch)
         for tiles, members in members_of_groups
     )
 
@@ -105,29 +142,43 @@ def _make_group(
     layout: KvLayout,
     group_size: int,
     row_multiple: int,
+    scratch: Scratch,
 ) -> AttentionGroup:
     """Group ``members`` (first row, span), all of one ``count``, over ``tiles`` tiles each."""
     count = members[0][1].count
     tile = tile_keys(layout)
-    blocks = torch.zeros((len(members), tiles * tile // layout.block_size), dtype=torch.int64)
-    lengths = []
-    for row, (_, span) in enumerate(members):
-        used = layout.blocks_for(span.start + span.count)
-        blocks[row, :used] = torch.tensor(span.block_table[:used], dtype=torch.int64)
-        lengths.append(span.start + span.count)
+    per_member = tiles * tile // layout.block_size
+    tables = []
+    for _, span in members:
+        used = list(span.block_table[: layout.blocks_for(span.start + span.count)])
+        tables.append(used + [0] * (per_member - len(used)))
     query_rows = -(-count * group_size // row_multiple) * row_multiple
     # Row r of a member is query token r // group_size; padding rows repeat the last token.
     token = (torch.arange(query_rows) // group_size).clamp_(max=count - 1)
     last_key = torch.tensor([span.start for _, span in members])[:, None] + token
-    keys = torch.arange(tiles * tile).view(1, 1, tiles, 1, tile)
-    starts = torch.tensor([at for at, _ in members])
+    keys = torch.arange(tiles * tile)
+    lengths = torch.tensor([span.start + span.count for _, span in members])
+    heads = (len(members), layout.kv_heads, tiles * tile)
+    beyond = (keys >= lengths[:, None])[:, None].expand(heads)
+    starts = [at for at, _ in members]
+    first = starts[0]
+    kv_shape = (len(members), layout.kv_heads, per_member, layout.block_size, layout.head_dim)
     return AttentionGroup(
-        rows=(starts[:, None] + torch.arange(count)).flatten(),
-        blocks=blocks.flatten(),
-        lengths=tuple(lengths),
+        rows=slice(first, first + len(members) * count)
+        if starts == list(range(first, first + len(members) * count, count))
+        else (torch.tensor(starts)[:, None] + torch.arange(count)).flatten(),
+        members=len(members),
         count=count,
         tiles=tiles,
-        masked=keys > last_key[:, None, None, :, None],
+        blocks=torch.tensor(tables, dtype=torch.int64).flatten(),
+        stale=beyond.flatten().nonzero().squeeze(1),
+        masked=keys.view(1, 1, tiles, 1, tile) > last_key[:, None, None, :, None],
+        k=scratch.take("k", kv_shape),
+        v=scratch.take("v", kv_shape),
+        queries=scratch.take(
+            "queries", (len(members), layout.kv_heads, tiles, query_rows, layout.head_dim)
+        ),
+        scores=scratch.take("scores", (len(members) * layout.kv_heads * tiles, query_rows, tile)),
     )
 
 
@@ -161,71 +212,65 @@ def serial_parts(x: Tensor) -> Sequence[Tensor]:
     return torch.split(x, max(1, _SERIAL_ELEMENTS // x[0].numel()))
 
 
-def read_tiles(pool: PagedPool, layer: int, group: AttentionGroup) -> tuple[Tensor, Tensor]:
-    """Gather a group's K and V as float32 ``[members * kv_heads * tiles, tile keys, head_dim]``.
+def read_tiles(pool: PagedPool, layer: int, group: AttentionGroup) -> None:
+    """Gather a group's K and V into its ``k`` and ``v``.
 
     V beyond a member's length is zeroed: what lies there is stale, and 0 * NaN is NaN.
     """
     layout = pool.layout
-    members = len(group.lengths)
-    blocks = group.blocks.numel() // members
     gathered = pool.layer_words(layer).index_select(0, group.blocks).view(torch.uint8)
     k_bytes = layout.elements * layout.dtype.k_bytes
     scales = pool.scales(layer).index_select(0, group.blocks) if layout.dtype.scaled else None
-    shape = (members, blocks, layout.kv_heads, layout.block_size, layout.head_dim)
-    tiles: list[Tensor] = []
-    for kv, (raw, dtype) in enumerate(
+    shape = (group.members, -1, layout.kv_heads, layout.block_size, layout.head_dim)
+    for kv, (raw, dtype, target) in enumerate(
         (
-            (gathered[:, :k_bytes], pool.k(layer).dtype),
-            (gathered[:, k_bytes:], pool.v(layer).dtype),
+            (gathered[:, :k_bytes], pool.k(layer).dtype, group.k),
+            (gathered[:, k_bytes:], pool.v(layer).dtype, group.v),
         )
     ):
-        source = raw.view(dtype).view(shape).transpose(1, 2)
-        target = torch.empty(source.shape, dtype=torch.float32)
-        target.copy_(source)
+        target.copy_(raw.view(dtype).view(shape).transpose(1, 2))
         if scales is not None:
             scale = scales[:, kv].to(torch.float32).view(shape[:-1]).transpose(1, 2)
             target.mul_(scale[..., None])
-        tiles.append(target)
-    k, v = tiles
-    keys = v.view(members, layout.kv_heads, blocks * layout.block_size, layout.head_dim)
-    for member, length in enumerate(group.lengths):
-        keys[member, :, length:].zero_()
-    flat = (members * layout.kv_heads * group.tiles, -1, layout.head_dim)
-    return k.view(flat), v.view(flat)
+    group.v.view(-1, layout.head_dim).index_fill_(0, group.stale, 0.0)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
-    """Attention of one group; ``q`` is scaled, ``[members * count, query_heads, head_dim]``.
+def attend(q: Tensor, group: AttentionGroup) -> Tensor:
+    """Attention of one group over the ``k`` and ``v`` that ``read_tiles`` has filled.
 
-    Returns ``[members * count, query_heads * head_dim]``.
+    ``q`` is ``[members * count, query_heads, head_dim]``; returns ``[members * count, query_heads
+    * head_dim]``.
     """
-    members, tiles, count = len(group.lengths), group.tiles, group.count
-    padded = group.masked.shape[3]
-    heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads = k.shape[0] // (members * tiles)
-    per_kv = heads // kv_heads
-    real = count * per_kv
-    rows = torch.zeros((members, kv_heads, 1, padded, head_dim), dtype=torch.float32)
-    rows[:, :, 0, :real] = (
-        q.view(members, count, kv_heads, per_kv, head_dim).transpose(1, 2).flatten(2, 3)
+    members, tiles, count = group.members, group.tiles, group.count
+    kv_heads, padded, head_dim = group.queries.shape[1], group.queries.shape[3], q.shape[2]
+    per_kv = q.shape[1] // kv_heads
+    # Scaled, and copied for every tile of its KV head, in one pass.
+    torch.mul(
+        q.view(members, count, kv_heads, per_kv, head_dim)
+        .transpose(1, 2)
+        .unsqueeze(2)
+        .expand(-1, -1, tiles, -1, -1, -1),
+        head_dim**-0.5,
+        out=group.queries[:, :, :, : count * per_kv].unflatten(3, (count, per_kv)),
     )
-    rows = rows.expand(-1, -1, tiles, -1, -1).reshape(-1, padded, head_dim)
-    scores = torch.bmm(rows, k.transpose(1, 2)).view(members, kv_heads, tiles, padded, -1)
+    flat = members * kv_heads * tiles
+    k, v = group.k.view(flat, -1, head_dim), group.v.view(flat, -1, head_dim)
+    torch.bmm(group.queries.view(flat, padded, head_dim), k.transpose(1, 2), out=group.scores)
+    scores = group.scores.view(members, kv_heads, tiles, padded, -1)
     scores.masked_fill_(group.masked, -math.inf)
     scores.sub_(scores.amax(dim=(2, 4), keepdim=True))
     for part in serial_parts(scores.view(-1, padded * scores.shape[-1])):
         part.exp_()
     weights = scores.sum(-1, keepdim=True)
-    values = torch.bmm(scores.view(-1, padded, scores.shape[-1]), v)
-    values = values.view(members, kv_heads, tiles, padded, head_dim)
-    total, norm = values[:, :, 0], weights[:, :, 0]
-    for tile in range(1, tiles):
-        total.add_(values[:, :, tile])
-        norm.add_(weights[:, :, tile])
-    mean = total.div_(norm)[:, :, :real]
+    values = torch.bmm(group.scores, v).view(members, kv_heads, tiles, padded, head_dim)
+    total, *others = values.unbind(2)
+    norm, *norms = weights.unbind(2)
+    for tile_total, tile_norm in zip(others, norms, strict=True):
+        total.add_(tile_total)
+        norm.add_(tile_norm)
+    mean = total.div_(norm)[:, :, : count * per_kv]
     return (
         mean.view(members, kv_heads, count, per_kv, head_dim)
         .transpose(1, 2)
-        .reshape(members * count, heads * head_dim)
+        .reshape(members * count, q.shape[1] * head_dim)
     )
