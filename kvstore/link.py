@@ -28,7 +28,7 @@ from deepinfer.kvstore.local import VERSION
 Fill = Callable[[int, memoryview], None]
 """``fill(first_block, buffer)`` writes that block and those behind it, as many whole blocks as the
 buffer holds, and returns when the bytes are there. Called in a thread, in ascending order; over
-gRPC all over again, for the same bytes: first they are hashed, then they are sent."""
+gRPC perhaps all over again, for the same bytes: first they are hashed, then they are sent."""
 Source = Sequence[memoryview] | Fill
 """A payload's blocks, or what writes them."""
 OnMap = Callable[[int, int], Callable[[], None] | None]

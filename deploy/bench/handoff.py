@@ -127,7 +127,7 @@ async def _measure(
         ray = await stack.enter_async_context(running_ray(bytes_max))
         others["ray"] = ray
         grpc, memfd = await stack.enter_async_context(running_store(LAYOUT, 2 * bytes_max))
-        peers = {"memcpy": MemcpyPeer(), "memfd": memfd, "grpc": grpc} | others
+        peers: dict[str, Peer] = {"memcpy": MemcpyPeer(), "memfd": memfd, "grpc": grpc, **others}
         results = []
         for blocks in sizes:
             payload = Payload.make(LAYOUT, blocks)
@@ -157,7 +157,7 @@ async def _measure_size(
     advance: Callable[[str], None],
 ) -> dict[str, Any]:
     timings = {name: Timings() for name in peers}
-    hashing_s = []
+    hashing_s: list[float] = []
     shown = f"{payload.source.nbytes / 1e6:.3g} MB"
     for number in range(rounds + 1):
         advance(shown)
@@ -189,7 +189,7 @@ async def hand_over(payload: Payload, name: str, peer: Peer, timings: Timings) -
 
 def _hash_s(payload: Payload) -> float:
     """Seconds of one hash over the payload, group by group as a manifest has them."""
-    view = memoryview(payload.source)
+    view = payload.source.data
     begun = time.perf_counter()
     for begin in range(0, len(view), GROUP_BYTES):
         xxhash.xxh3_64_intdigest(view[begin : begin + GROUP_BYTES])

@@ -142,7 +142,7 @@ class StorePeer:
         _need(reply.status, "commit", reply.detail)
 
     async def get(self, payload: Payload) -> None:
-        got = await self._client.get(self._ticket, lambda manifest: [memoryview(payload.target)])
+        got = await self._client.get(self._ticket, lambda manifest: [payload.target.data])
         _need(got.status, "get", got.detail)
 
     async def free(self) -> None:
@@ -275,7 +275,7 @@ async def running_ray(payload_bytes_max: int) -> AsyncIterator[RayPeer]:
 
         if ray.is_initialized():
             raise ConfigError("this process already uses Ray: stop that first (ray.shutdown())")
-        context = ray.init(
+        context: Any = ray.init(
             address="local",
             num_cpus=1,
             include_dashboard=False,
@@ -310,7 +310,7 @@ class RedisPeer:
         """Nothing: Redis makes room as it goes."""
 
     async def put(self, payload: Payload) -> None:
-        self._client.set("payload", memoryview(payload.source))
+        self._client.set("payload", payload.source.data)
 
     async def get(self, payload: Payload) -> None:
         np.copyto(payload.target, np.frombuffer(self._client.get("payload"), np.uint8))

@@ -109,6 +109,45 @@ def test_a_payload_may_be_written_by_a_function(path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("steady", [True, False])
+@either_path
+def test_a_long_payload_may_be_written_twice_but_not_twice_differently(
+    path: Path, steady: bool
+) -> None:
+    """20 MiB: over gRPC it is not kept between hashing and sending it."""
+    block, blocks = 1 << 20, 20
+
+    async def main() -> None:
+        asked: list[int] = []
+
+        def fill(first: int, buffer: memoryview) -> None:
+            times = asked.count(first)
+            asked.append(first)
+            for at in range(len(buffer) // block):
+                mark = first + at + 1 + (0 if steady else 100 * times)
+                buffer[at * block : (at + 1) * block] = bytes([mark]) * block
+
+        async with running_store(
+            budget_bytes=32 << 20, page_bytes=block, slab_bytes=32 << 20
+        ) as store:
+            client = store.client(path)
+            t = ticket(1)
+            await client.reserve(t, blocks * block, epoch=1)
+            put = await client.put(t, draft(t, blocks, block_bytes=block), fill)
+            if path == "grpc" and not steady:
+                assert put.status is S.BAD_PAYLOAD
+                assert "wrong hash" in put.detail
+                return
+            assert put.status is S.OK
+            assert asked == [*range(0, blocks, 2)] * (2 if path == "grpc" else 1)
+            await client.commit(t)
+            kept: list[memoryview] = []
+            assert (await client.get(t, keeping(kept))).status is S.OK
+            assert [view[-1] for view in kept] == list(range(1, blocks + 1))
+
+    asyncio.run(main())
+
+
 @either_path
 def test_only_its_writer_commits_a_payload(path: Path) -> None:
     async def main() -> None:
