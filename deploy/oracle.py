@@ -6,11 +6,14 @@ Runs in a process of its own, so that the model's memory is gone when the cluste
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from deepinfer.deploy.errors import LaunchError
 
 if TYPE_CHECKING:
     from deepinfer.text.tokenizer import Tokenizer
@@ -38,10 +41,49 @@ class Answer:
 def unpressed(
     model: Path, questions: Sequence[Question], *, kv_cache_dtype: str, block_size: int = 16
 ) -> list[Answer]:
-    """Answer every question, one after another, with room for all of it."""
+    """Answer every question, one after another, with room for all of it.
+
+    Raises:
+        LaunchError: the process has died.
+        OSError, ValueError: the model cannot be opened, or a question not be asked.
+    """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(_answer, model, tuple(questions), kv_cache_dtype, block_size).result()
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_answer_into, args=(sending, model, tuple(questions), kv_cache_dtype, block_size)
+    )
+    process.start()
+    sending.close()
+    try:
+        answers: list[Answer] | Exception = receiving.recv()
+    except EOFError as error:
+        process.join()
+        raise LaunchError(
+            f"the process that computes the answers for comparison has died (exit code "
+            f"{process.exitcode}): is there enough memory?"
+        ) from error
+    finally:
+        process.kill()  # at an interrupt it is in the middle of its work
+        process.join()
+        receiving.close()
+    if isinstance(answers, Exception):
+        raise answers
+    return answers
+
+
+def _answer_into(
+    sending: Connection,
+    model: Path,
+    questions: Sequence[Question],
+    kv_cache_dtype: str,
+    block_size: int,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for who started this, who ends it
+    try:
+        answers: list[Answer] | Exception = _answer(model, questions, kv_cache_dtype, block_size)
+    except (OSError, ValueError) as error:
+        answers = error
+    sending.send(answers)
 
 
 def _answer(
