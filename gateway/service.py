@@ -267,6 +267,8 @@ class WorkerLinkService(link_pb2_grpc.WorkerLinkServicer):
             hello = await anext(request_iterator, None)
             if hello is None or hello.WhichOneof("message") != "hello":
                 raise wire.LinkError("the first message must be hello")
+            if hello.more:
+                raise wire.LinkError("hello.more: must be empty")
             link = self._shell.open_link(wire.worker_ref_from(hello.hello.worker))
         except wire.LinkError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

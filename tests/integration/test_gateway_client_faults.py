@@ -26,7 +26,7 @@ from deepinfer.client import (
 from deepinfer.client.core.config import ClientConfig
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.kvstore.core.ids import Run, Seq
-from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
+from deepinfer.proto import ids_pb2, inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
 from support.byte_tokenizer import write_byte_tokenizer
 from support.gateway_world import (
     METADATA,
@@ -354,6 +354,10 @@ def test_malformed_messages_are_refused(live: Live) -> None:
     live(test)
 
 
+HELLO = link_pb2.Hello(worker=ids_pb2.WorkerRef(worker="w", incarnation=1))
+NESTED = link_pb2.FromWorker(attach=link_pb2.Attach(), more=[link_pb2.FromWorker()])
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
@@ -363,6 +367,8 @@ def test_malformed_messages_are_refused(live: Live) -> None:
         ([None, link_pb2.FromWorker()], "must be attach, scores, tokens or notice"),
         ([None, link_pb2.FromWorker(tokens=link_pb2.Tokens(finish_reason="x"))], "finish_reason"),
         ([None, link_pb2.FromWorker(notice=link_pb2.LinkNotice())], "notice.kind = 0"),
+        ([link_pb2.FromWorker(hello=HELLO, more=[NESTED])], "hello.more: must be empty"),
+        ([None, link_pb2.FromWorker(attach=link_pb2.Attach(), more=[NESTED])], "more.more: must"),
     ],
 )
 def test_a_worker_that_talks_nonsense_is_cut_off(
