@@ -208,13 +208,10 @@ class CpuBackend:
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the two halves of the last axis; a new tensor."""
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = cos[:, None], sin[:, None]
-        result = torch.empty(x.shape, dtype=torch.float32)
-        low, high = result.chunk(2, dim=-1)
-        torch.mul(first, cos, out=low).sub_(second * sin)
-        torch.mul(second, cos, out=high).add_(first * sin)
-        return result
+        half = x.shape[-1] // 2
+        cos = torch.cat((cos, cos), dim=-1)[:, None]
+        sin = torch.cat((-sin, sin), dim=-1)[:, None]
+        return torch.mul(x, cos).add_(x.roll(half, -1).mul_(sin))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up``; the width must be a multiple of ``VECTOR_WIDTH``."""
@@ -263,7 +260,9 @@ class CpuBackend:
 
     def _saturating_cast(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(dtype).max
-        if not float(values.abs().amax()) <= limit:
+        low, high = values.aminmax()
+        # Said so that NaN, of which no comparison holds, is looked at as well.
+        if not (-limit <= float(low) and float(high) <= limit):
             clamped = values.clamp(-limit, limit)
             self._saturations += int((clamped != values).sum())
             values = clamped
