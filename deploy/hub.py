@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
+
+from deepinfer.deploy.hub_library import HubError, Library
+from deepinfer.deploy.hub_process import Downloads
 
 Progress = Callable[[int, int], None]
 
@@ -37,10 +39,6 @@ _CONFIG_FILES: Final = (
 )
 _INDEX: Final = "model.safetensors.index.json"
 _LISTED_MAX: Final = 12
-
-
-class HubError(Exception):
-    """The hub has no such model, or does not give it; says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,144 +93,44 @@ def fetch(
 
     A model that is not supported is refused before its weights are fetched. Raises HubError.
     """
-    hub = _Hub(name, environment)
-    if (cached := hub.cached()) is not None:
+    library = Library.of(name.repo, name.revision, environment)
+    if (cached := _cached(name, library)) is not None:
         return cached
-    if hub.offline:
+    if library.offline:
         raise HubError(
             f"{name} is not in the cache, or not whole, and HF_HUB_OFFLINE forbids to fetch it; "
             "unset it, or give the path of a model"
         )
     report = progress or (lambda done, total: None)
-    sizes = hub.sizes()
+    sizes = library.sizes()
     choice = choose(name, tuple(sizes))
     total = sum(sizes[file] for file in (*choice.first, *choice.weights))
-    folder: Path | None = None
     done = 0
     report(0, total)
-    for files in (choice.first, choice.weights):
-        if files:
-            folder = hub.download(files, _shifted(report, done, total))
-            done += sum(sizes[file] for file in files)
+    with Downloads(library) as downloads:
+        if choice.first:
+            folder = downloads.fetch(choice.first, _shifted(report, done, total))
+            done += sum(sizes[file] for file in choice.first)
             report(done, total)
-        if files is choice.first and files:
             _check_config(name, folder)
-    assert folder is not None, "a choice is never empty"
+        folder = downloads.fetch(choice.weights, _shifted(report, done, total))
+    report(total, total)
     return folder if choice.gguf is None else folder / choice.gguf
 
 
-class _Hub:
-    """One model at one hub, through ``huggingface_hub``."""
-
-    def __init__(self, name: HubName, environment: Mapping[str, str]) -> None:
-        from huggingface_hub import constants
-
-        self._name = name
-        self._endpoint = environment.get("HF_ENDPOINT") or None
-        self._token = environment.get("HF_TOKEN") or None
-        self._cache = environment.get("HF_HUB_CACHE") or None
-        if self._cache is None and (home := environment.get("HF_HOME")):
-            self._cache = str(Path(home).expanduser() / "hub")
-        said = environment.get("HF_HUB_OFFLINE", "")
-        # The library has read its own environment, once and for all.
-        self.offline = said.upper() in ("1", "ON", "YES", "TRUE") or constants.HF_HUB_OFFLINE
-
-    def cached(self) -> Path | None:
-        """The model, if the cache has all of it."""
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        with self._plain_errors():
-            try:
-                folder = self._snapshot(["config.json"], None, local_files_only=True)
-            except LocalEntryNotFoundError:
-                return None
-        files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-        try:
-            choice = choose(self._name, files)
-        except HubError:
-            return None  # the hub may have what is missing here
-        if choice.gguf is not None:
-            return folder / choice.gguf
-        return folder if _is_whole(folder) else None
-
-    def sizes(self) -> dict[str, int]:
-        """Files of the repository with their bytes."""
-        from huggingface_hub import HfApi
-
-        with self._plain_errors():
-            api = HfApi(endpoint=self._endpoint, token=self._token)
-            info = api.model_info(
-                self._name.repo, revision=self._name.revision, files_metadata=True, timeout=20
-            )
-        return {file.rfilename: file.size or 0 for file in info.siblings or ()}
-
-    def download(self, files: Sequence[str], progress: Callable[[int], None]) -> Path:
-        """Fetch ``files``; ``progress`` is given the bytes that have come."""
-        with self._plain_errors():
-            return self._snapshot(list(files), progress, local_files_only=False)
-
-    def _snapshot(
-        self, files: list[str], progress: Callable[[int], None] | None, *, local_files_only: bool
-    ) -> Path:
-        from huggingface_hub import snapshot_download
-
-        return Path(
-            snapshot_download(
-                self._name.repo,
-                revision=self._name.revision,
-                allow_patterns=files,
-                endpoint=self._endpoint,
-                token=self._token,
-                cache_dir=self._cache,
-                tqdm_class=_bar_class(progress or (lambda done: None)),
-                local_files_only=local_files_only,
-            )
-        )
-
-    @contextmanager
-    def _plain_errors(self) -> Iterator[None]:
-        """Turn what the library raises into one sentence that says what to do."""
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
-
-        name = self._name
-        try:
-            yield
-        except GatedRepoError as error:
-            raise HubError(
-                f"{name.repo} is gated: accept its terms on its page, then set HF_TOKEN to a token "
-                "of that account (or log in with `hf auth login`)"
-            ) from error
-        except RepositoryNotFoundError as error:
-            raise HubError(
-                f"the hub knows no model {name.repo} (a private one needs HF_TOKEN), and there is "
-                "no such path here"
-            ) from error
-        except RevisionNotFoundError as error:
-            raise HubError(f"{name.repo} has no revision {name.revision!r}") from error
-        except HFValidationError as error:
-            raise HubError(f"{name}: not a name of a hub: {_line(error)}") from error
-        except LocalEntryNotFoundError as error:
-            raise HubError(
-                f"{name} is not in the cache, and the hub cannot be reached; check this machine's "
-                "network, or give the path of a model"
-            ) from error
-        except HfHubHTTPError as error:
-            raise HubError(f"{name} cannot be fetched: the hub says: {_line(error)}") from error
-        except Exception as error:
-            # Connection errors are those of the library's HTTP client, which changes with it.
-            if not isinstance(error, OSError) and "httpx" not in type(error).__module__:
-                raise
-            raise HubError(
-                f"{name} cannot be fetched ({_line(error)}); check this machine's network and "
-                "disk, or give the path of a model"
-            ) from error
+def _cached(name: HubName, library: Library) -> Path | None:
+    """The model, if the cache has all of it."""
+    folder = library.cached()
+    if folder is None:
+        return None
+    files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    try:
+        choice = choose(name, files)
+    except HubError:
+        return None  # the hub may have what is missing here
+    if choice.gguf is not None:
+        return folder / choice.gguf
+    return folder if _is_whole(folder) else None
 
 
 def _one_gguf(name: HubName, found: Sequence[str], all_of_them: Sequence[str]) -> Choice:
@@ -287,11 +185,10 @@ def _is_whole(folder: Path) -> bool:
     return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
 
 
-def _check_config(name: HubName, folder: Path | None) -> None:
+def _check_config(name: HubName, folder: Path) -> None:
     from deepinfer.workers.model.config import UnsupportedModelError
     from deepinfer.workers.model.hf_config import config_json
 
-    assert folder is not None
     try:
         config_json((folder / "config.json").read_text(encoding="utf-8"))
     except (UnsupportedModelError, UnicodeDecodeError) as error:
@@ -300,33 +197,3 @@ def _check_config(name: HubName, folder: Path | None) -> None:
 
 def _shifted(report: Progress, before: int, total: int) -> Callable[[int], None]:
     return lambda done: report(min(before + done, total), total)
-
-
-def _bar_class(progress: Callable[[int], None]) -> type[Any]:
-    """A progress bar for the library to drive, which shows nothing and tells ``progress``."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    most = 0  # bytes received and bytes written have a bar each
-
-    class Bar(tqdm):  # type: ignore[misc]
-        """Counts what is measured in bytes."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._in_bytes = kwargs.get("unit") == "B"
-            super().__init__(*args, **{**kwargs, "disable": True})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            nonlocal most
-            self.n += n or 0
-            if self._in_bytes and self.n > most:
-                most = int(self.n)
-                progress(most)
-            return None
-
-    return Bar
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

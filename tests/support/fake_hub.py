@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -22,6 +22,9 @@ class FakeHub:
         self.failure: tuple[int, dict[str, str]] | None = None
         """Status and headers of every answer, when it is to fail."""
         self.endpoint = ""
+        self.stall: Callable[[], None] | None = None
+        """Called in the middle of a file of weights, the rest of which then never comes."""
+        self.closing = threading.Event()
 
     def downloads(self) -> list[str]:
         """Files that were sent, by name."""
@@ -88,7 +91,13 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            if body:
+            if body and hub.stall is not None and "safetensors" in self.path:
+                self.wfile.write(content[: len(content) // 2])
+                self.wfile.flush()
+                hub.stall()
+                hub.closing.wait()
+                self.close_connection = True
+            elif body:
                 self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
@@ -102,5 +111,6 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
         try:
             yield hub
         finally:
+            hub.closing.set()
             server.shutdown()
             thread.join()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deepinfer.deploy.hub import Choice, HubError, HubName, choose, fetch
+from deepinfer.deploy.hub_library import Library
+from deepinfer.deploy.hub_process import Downloads
 from deepinfer.deploy.models import ModelUnavailableError, check_model, resolve_model
 from support.fake_hub import OLD_SHA, SHA, FakeHub, serving
 from support.tiny_model import write_tiny_llama
@@ -210,6 +215,32 @@ def test_a_hub_out_of_reach_says_what_to_do(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(HubError, match="HF_HUB_OFFLINE forbids to fetch it"):
         fetch(NAME, environment=environment | {"HF_HUB_OFFLINE": "1"})
+
+
+def test_an_interrupt_ends_a_download_that_hangs(hub: FakeHub, environment: dict[str, str]) -> None:
+    hub.stall = lambda: os.kill(os.getpid(), signal.SIGINT)
+    downloads = Downloads(Library.of("org/name", None, environment))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), downloads:
+        downloads.fetch(["model.safetensors"], lambda done: None)
+    assert time.monotonic() - start < 10
+    assert downloads._running().returncode == -signal.SIGKILL
+
+
+def test_a_download_ends_with_its_parent(environment: dict[str, str]) -> None:
+    with Downloads(Library.of("org/name", None, environment)) as downloads:
+        child = downloads._running()
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(timeout=20) == 0
+
+
+def test_a_download_that_dies_is_an_error(environment: dict[str, str]) -> None:
+    with Downloads(Library.of("org/name", None, environment)) as downloads:
+        downloads._running().kill()
+        downloads._running().wait()
+        with pytest.raises(HubError, match=r"cannot be fetched: .* ended with status -9"):
+            downloads.fetch(["config.json"], lambda done: None)
 
 
 def test_a_name_that_the_library_refuses_is_one_error(environment: dict[str, str]) -> None:
