@@ -6,16 +6,20 @@ count that the process has. Everything here imports torch when it is called, not
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Final, Self, TypeAlias
 
 import torch
 
+from deepinfer.deploy.config import ConfigError
+from deepinfer.deploy.errors import LaunchError
 from deepinfer.kvstore.core.ids import Seq
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.kvstore.core.messages import Tokens
@@ -95,10 +99,18 @@ def transformers_model(model: LoadedModel) -> Any:
     """The same checkpoint as a float32 model of transformers, on the CPU.
 
     It is built from our loader's tensors: transformers' own GGUF loader wants another package and
-    knows fewer files. Raises ImportError where transformers is not installed.
+    knows fewer files.
+
+    Raises:
+        ConfigError: a model that is not built here; says which switch it has.
     """
     transformers: Any = importlib.import_module("transformers")  # annotated only in part
     config = model.config
+    if config.rope_dim != config.head_dim:
+        raise ConfigError(
+            f"rotary_dim = {config.rope_dim} of {config.head_dim}: transformers is not built with "
+            "partial rotary embeddings here: use --no-peers"
+        )
     family = _FAMILIES[config.family]
     # On the meta device nothing is computed for weights that are replaced anyway.
     with torch.device("meta"):
@@ -115,6 +127,7 @@ def transformers_model(model: LoadedModel) -> Any:
     rotary = type(built.model.rotary_emb)(built.config)
     if config.rope_divisors is not None:
         rotary.inv_freq /= torch.tensor(config.rope_divisors)
+    rotary.attention_scaling = config.rope_magnitude
     built.model.rotary_emb = rotary
     # No end of sequence: every peer generates as many tokens as it is asked for.
     built.generation_config = transformers.GenerationConfig(pad_token_id=0)
@@ -223,49 +236,81 @@ class PeerProcess:
     """The peers in a process of their own, one call at a time; a context manager.
 
     It waits without using the processor while the cluster is measured.
+
+    Raises:
+        LaunchError: the process has died.
+        ConfigError, OSError, ValueError: the model cannot be opened.
     """
 
     def __init__(self, settings: PeerSettings) -> None:
-        self._pool = ProcessPoolExecutor(
-            max_workers=1,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_open_peers,
-            initargs=(settings,),
-        )
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
+        self._process.start()
+        theirs.close()
 
     def __enter__(self) -> Self:
+        try:
+            self._answer()  # to having been started
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._process.kill()  # at an interrupt it is in the middle of its work
+        self._process.join()
+        self._pipe.close()
 
     def engine(self, kv_cache_dtype: str, prompts: Prompts, new_tokens: int) -> Timed:
         """The bare engine loop, all prompts at once."""
-        return self._pool.submit(_engine, kv_cache_dtype, prompts, new_tokens).result()
+        return self._call(kv_cache_dtype, prompts, new_tokens)
 
     def transformers(self, prompts: Prompts, new_tokens: int) -> Timed:
         """transformers' ``generate``, all prompts in one padded batch."""
-        return self._pool.submit(_transformers, prompts, new_tokens).result()
+        return self._call(None, prompts, new_tokens)
+
+    def _call(self, kv_cache_dtype: str | None, prompts: Prompts, new_tokens: int) -> Timed:
+        self._pipe.send((kv_cache_dtype, prompts, new_tokens))
+        timed = self._answer()
+        assert timed is not None
+        return timed
+
+    def _answer(self) -> Timed | None:
+        try:
+            answer: Timed | Exception | None = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            self._process.join()
+            raise LaunchError(
+                f"the process of the peers has died (exit code {self._process.exitcode}): "
+                "is there enough memory?"
+            ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-_opened: dict[str, EnginePeer] = {}
-_opened_transformers: list[TransformersPeer] = []
-
-
-def _open_peers(settings: PeerSettings) -> None:
-    """Load everything in the new process, before the first call."""
-    model = load_model(settings.model_path)
-    decoder = Decoder(model, CpuBackend(threads=settings.threads))
-    for dtype in settings.kv_cache_dtypes:
-        _opened[dtype] = EnginePeer(decoder, kv_cache_dtype=dtype, blocks=settings.blocks)
-    if settings.transformers:
-        _opened_transformers.append(TransformersPeer(model))
+def _serve(pipe: Connection, settings: PeerSettings) -> None:
+    """Load everything, then answer until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for who started this, who ends it
+    try:
+        model = load_model(settings.model_path)
+        decoder = Decoder(model, CpuBackend(threads=settings.threads))
+        engines = {
+            dtype: EnginePeer(decoder, kv_cache_dtype=dtype, blocks=settings.blocks)
+            for dtype in settings.kv_cache_dtypes
+        }
+        peer = TransformersPeer(model) if settings.transformers else None
+    except (OSError, ValueError) as error:
+        pipe.send(error)
+        return
     assert torch.get_num_threads() == settings.threads
-
-
-def _engine(kv_cache_dtype: str, prompts: Prompts, new_tokens: int) -> Timed:
-    return _opened[kv_cache_dtype].together(prompts, new_tokens)
-
-
-def _transformers(prompts: Prompts, new_tokens: int) -> Timed:
-    return _opened_transformers[0].generate(prompts, new_tokens)
+    pipe.send(None)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            kv_cache_dtype, prompts, new_tokens = pipe.recv()
+            if kv_cache_dtype is not None:
+                pipe.send(engines[kv_cache_dtype].together(prompts, new_tokens))
+            else:
+                assert peer is not None, "transformers was not asked for"
+                pipe.send(peer.generate(prompts, new_tokens))
