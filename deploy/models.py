@@ -139,7 +139,10 @@ def check_model(path: Path) -> ModelConfig:
         tokenizer = load_tokenizer(path)
     except (OSError, ValueError) as error:
         raise ModelUnavailableError(f"model {str(path)!r}: {error}") from error
-    if tokenizer.vocab_size > config.vocab_size:
+    # A padding token that was added without widening the model never reaches it.
+    beyond = range(config.vocab_size, tokenizer.vocab_size)
+    reached = {*tokenizer.eos_ids, *tokenizer.prefix_ids, *tokenizer.suffix_ids}
+    if any(i in reached or i not in tokenizer.special_ids for i in beyond):
         raise ModelUnavailableError(
             f"model {str(path)!r}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
             f"model only up to {config.vocab_size - 1}"

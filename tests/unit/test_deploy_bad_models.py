@@ -148,6 +148,17 @@ def test_a_folder_that_cannot_be_served(case: str, tmp_path: Path) -> None:
     assert_refused(folder, words)
 
 
+def test_a_padding_token_that_the_model_lacks_is_no_obstacle(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    file = folder / "tokenizer_config.json"
+    added = {"added_tokens_decoder": {"259": {"content": "<pad>", "special": True}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | added))
+    result = CliRunner().invoke(app, ["model", "get", str(folder)])
+    assert (result.exit_code, result.stdout) == (0, f"{folder}\n")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 259]}))
+    assert_refused(folder, "its tokenizer has ids up to 259, the model only up to 258")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
