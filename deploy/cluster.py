@@ -91,6 +91,7 @@ class Cluster:
     def _start(self) -> None:
         config = self.config
         check_server_tls(config)
+        self.ray.prepare()
         _refuse_taken(config)
         self.token = read_or_make_token(self.token_file)
         self.say(f"opening the model {config.model}")

@@ -1,7 +1,7 @@
 """The Ray under a cluster: a head of our own, or one that runs already.
 
-Both are asked to ``start`` (which says where actors go) and to ``stop``; nothing is left of the
-first, and the second is left as it was found.
+Both are asked to ``prepare``, to ``start`` (which says where actors go) and to ``stop``; nothing is
+left of the first, and the second is left as it was found.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ class OwnRay:
     session: Path | None = None
     """The folder with Ray's sockets and logs; removed unless something failed."""
     _started: bool = False
+
+    def prepare(self) -> None:
+        """Nothing is to be known of it before it is started."""
 
     def start(self, config: ClusterConfig) -> Nodes:
         """Start it.
@@ -76,20 +79,30 @@ class RunningRay:
 
     wanted: int | Literal["all"] = "all"
     address: str = "auto"
-    starting: str = "joining Ray"
+    starting: str = "looking for Ray's nodes"
     session: Path | None = None
     """The folder with Ray's logs on this node."""
     _joined: bool = False
 
-    def start(self, config: ClusterConfig) -> Nodes:
-        """Join it, and wait for as many nodes as are wanted.
+    def prepare(self) -> None:
+        """Join it.
 
         Raises:
-            LaunchError: there is none, or it does not let us in, or a cluster runs there already,
-                or it has too few nodes, or they could not reach the gateways.
+            LaunchError: there is none, or it does not let us in, or a cluster runs there already.
         """
         self.join()
-        self._refuse_second()
+        if CONTROLLER in members():
+            raise LaunchError(
+                "a DeepInfer cluster runs in this Ray already: stop its job (`ray job stop`), or "
+                "remove a detached one with `python -m deepinfer.deploy.job --down`"
+            )
+
+    def start(self, config: ClusterConfig) -> Nodes:
+        """Wait for as many nodes as are wanted.
+
+        Raises:
+            LaunchError: it has too few nodes, or they could not reach each other.
+        """
         deadline = time.monotonic() + NODES_TIMEOUT_S
         while True:
             try:
@@ -149,13 +162,6 @@ class RunningRay:
         finally:
             self._joined = False
             ray.shutdown()
-
-    def _refuse_second(self) -> None:
-        if CONTROLLER in members():
-            raise LaunchError(
-                "a DeepInfer cluster runs in this Ray already: stop its job (`ray job stop`), or "
-                "remove a detached one with `python -m deepinfer.deploy.job --down`"
-            )
 
     def _nodes(self) -> Nodes:
         import ray
