@@ -78,25 +78,34 @@ class RemoteLink:
                 return next(messages, None)
             return await in_thread(self._executor, stop, lambda: next(messages, None))
 
-        message = await following()
-        call = self._put_call(timeout=timeout_s, metadata=self._metadata)
-        header = pb.PutHeader(
-            ticket=wire.ticket_to_proto(ticket),
-            writer=wire.writer_to_proto(self._writer),
-            store_incarnation=store or 0,
-            manifest=wire.manifest_to_bytes(manifest),
-            payload_bytes=manifest.payload_bytes,
-            payload_xxh3=manifest.payload_hash,
-        )
+        call = None
+        coming = asyncio.create_task(following())
         try:
-            await call.write(pb.PutRequest(header=header).SerializeToString())
-            while message is not None:
-                await call.write(message)
-                message = await following()
-            await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the store has answered already: with what, the next line says
-        reply = await call
+            await asyncio.wait([coming])  # the first chunk follows its header at once
+            call = self._put_call(timeout=timeout_s, metadata=self._metadata)
+            header = pb.PutHeader(
+                ticket=wire.ticket_to_proto(ticket),
+                writer=wire.writer_to_proto(self._writer),
+                store_incarnation=store or 0,
+                manifest=wire.manifest_to_bytes(manifest),
+                payload_bytes=manifest.payload_bytes,
+                payload_xxh3=manifest.payload_hash,
+            )
+            try:
+                await call.write(pb.PutRequest(header=header).SerializeToString())
+                while (message := await coming) is not None:
+                    # The next is made while this one is on its way.
+                    coming = asyncio.create_task(following())
+                    await call.write(message)
+                await call.done_writing()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass  # the store has answered already: with what, the next line says
+            reply = await call
+        finally:
+            if call is not None:
+                call.cancel()  # does nothing to one that ended
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
         return Outcome(wire.status_from_proto(reply.status), manifest, reply.detail)
 
     async def get(self, ticket: Ticket, into: Into, timeout_s: float) -> Outcome:

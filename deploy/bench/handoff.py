@@ -92,12 +92,17 @@ def run_handoff(
     redis = find_redis(redis_server)
     blocks = sorted({max(1, round(mb * 1e6 / LAYOUT.block_bytes)) for mb in sizes_mb})
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        auto_refresh=False,  # a thread that draws would draw in the middle of what is timed
     ) as progress:
-        task = progress.add_task("starting store, Ray and Redis", total=len(blocks) * (rounds + 1))
+        task = progress.add_task("starting Redis, Ray, store", total=len(blocks) * (rounds + 1))
+        progress.refresh()
 
         def advance(doing: str) -> None:
-            progress.update(task, description=doing, advance=1)
+            progress.update(task, description=doing, advance=1, refresh=True)
 
         figures = asyncio.run(_measure(blocks, rounds, redis, advance))
     sizes = " ".join(f"--mb {mb:g}" for mb in sizes_mb)
@@ -124,6 +129,8 @@ async def _measure(
         else:
             peer = await stack.enter_async_context(running_redis(redis))
             others["redis"], versions["redis_version"] = peer, peer.version()
+            if bytes_max > REDIS_VALUE_BYTES_MAX:
+                skipped["redis"] = f"above {REDIS_VALUE_BYTES_MAX:,} bytes: its values are shorter"
         ray = await stack.enter_async_context(running_ray(bytes_max))
         others["ray"] = ray
         grpc, memfd = await stack.enter_async_context(running_store(LAYOUT, 2 * bytes_max))

@@ -149,6 +149,33 @@ def test_a_long_payload_may_be_written_twice_but_not_twice_differently(
 
 
 @either_path
+def test_what_a_function_raises_is_heard_and_its_put_is_over(path: Path) -> None:
+    block, blocks = 1 << 20, 20
+
+    async def main() -> None:
+        asked = 0
+
+        def fill(first: int, buffer: memoryview) -> None:
+            nonlocal asked
+            asked += 1
+            if asked > (12 if path == "grpc" else 2):  # over gRPC: while it is sent
+                raise ZeroDivisionError
+
+        async with running_store(
+            budget_bytes=32 << 20, page_bytes=block, slab_bytes=32 << 20
+        ) as store:
+            client = store.client(path)
+            await client.reserve(ticket(1), blocks * block, epoch=1)
+            with pytest.raises(ZeroDivisionError):
+                await client.put(ticket(1), draft(ticket(1), blocks, block_bytes=block), fill)
+            await until(store, puts=0)
+            assert (await client.resolve(ticket(1))).status is S.SEALED
+            await store.check_empty()
+
+    asyncio.run(main())
+
+
+@either_path
 def test_only_its_writer_commits_a_payload(path: Path) -> None:
     async def main() -> None:
         async with running_store() as store:
