@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from deepinfer.kvstore.core.ids import Seq
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.kvstore.core.messages import Tokens
 from deepinfer.kvstore.core.requests import SamplingParams
+from deepinfer.workers.actor import BEFORE_TORCH
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.events import SendToGateway, WorkerEffect
@@ -235,7 +237,8 @@ class PeerSettings:
 class PeerProcess:
     """The peers in a process of their own, one call at a time; a context manager.
 
-    It waits without using the processor while the cluster is measured.
+    It waits without using the processor while the cluster is measured, and has a worker's
+    environment.
 
     Raises:
         LaunchError: the process has died.
@@ -246,7 +249,13 @@ class PeerProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
-        self._process.start()
+        added = {name: text for name, text in BEFORE_TORCH.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            self._process.start()
+        finally:
+            for name in added:
+                del os.environ[name]
         theirs.close()
 
     def __enter__(self) -> Self:
