@@ -46,6 +46,8 @@ SIZES_MB: Final = (0.737, 8.0, 64.0, 256.0)
 """The first is 720 KiB, what `bench offload` swaps."""
 GRPC_GB_PER_S_REQUIRED: Final = 0.5
 MEMFD_TIMES_REQUIRED: Final = 5.0
+"""Of what is required of gRPC, and of what it was measured to be: a gRPC path that becomes faster
+makes the second harder, and a plain memcpy is the end of it."""
 REQUIRED_FROM_BYTES: Final = 8_000_000
 """Below, a hand-off is messages rather than bytes."""
 HASH_PASSES: Final = {"grpc": 4, "memfd": 3}
@@ -246,6 +248,7 @@ def required(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         grpc, memfd = result["peers"]["grpc"], result["peers"]["memfd"]
         for what, measured, least in (
             ("grpc gb_per_s", grpc["gb_per_s"], GRPC_GB_PER_S_REQUIRED),
+            ("memfd gb_per_s", memfd["gb_per_s"], MEMFD_TIMES_REQUIRED * GRPC_GB_PER_S_REQUIRED),
             ("memfd times_grpc", memfd["times_grpc"], MEMFD_TIMES_REQUIRED),
         ):
             found.append(
@@ -316,16 +319,17 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     rates.axhline(GRPC_GB_PER_S_REQUIRED, color="grey", lw=0.8, ls="--")
     rates.annotate(
         f"required of gRPC: {GRPC_GB_PER_S_REQUIRED:g}",
-        (results[0]["payload_bytes"] / 1e6, GRPC_GB_PER_S_REQUIRED),
+        (results[-1]["payload_bytes"] / 1e6, GRPC_GB_PER_S_REQUIRED),
         fontsize=8,
-        va="bottom",
+        ha="right",
+        va="top",
     )
     rates.set_xscale("log")
     rates.set_yscale("log")
     rates.set_xlabel("payload, MB")
     rates.set_ylabel("GB/s, put and get together")
     rates.set_title("hand-off rate")
-    rates.legend(fontsize=8)
+    rates.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.85))
     largest = results[-1]
     shown = [name for name in names if name in largest["peers"]]
     puts = [largest["peers"][name]["put_ms"] for name in shown]
