@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from deepinfer.deploy.hub import HubError, HubName, fetch
+from deepinfer.deploy.hub import HubName, fetch
+from deepinfer.deploy.hub_library import HubError
 
 if TYPE_CHECKING:
     from deepinfer.workers.model.config import ModelConfig

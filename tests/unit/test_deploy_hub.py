@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.deploy.hub import Choice, HubError, HubName, choose, fetch
-from deepinfer.deploy.hub_library import Library
+from deepinfer.deploy.hub import Choice, HubName, choose, fetch
+from deepinfer.deploy.hub_library import HubError, Library
 from deepinfer.deploy.hub_process import Downloads
 from deepinfer.deploy.models import ModelUnavailableError, check_model, resolve_model
 from support.fake_hub import OLD_SHA, SHA, FakeHub, serving
