@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.client import Accepted, Delta, Notice
+from deepinfer.client import Accepted, Delta, Event, Notice
 from deepinfer.deploy.bench import concurrency_report, jitter, jitter_report, memory
 from deepinfer.deploy.bench.concurrency import Load, Measured, Run, joined, parse_levels, steps_of
 from deepinfer.deploy.bench.prompts import SPREAD, make_prompts, read_text
@@ -113,7 +113,7 @@ def notice(kind: str) -> Notice:
 def test_intervals_know_whether_a_swap_lay_in_them() -> None:
     clock = jitter.Clock()
     accepted = Accepted(request_id="r", resume_key="k", prompt_tokens=1, gateway="g")
-    story = [
+    story: list[tuple[Event, float]] = [
         (accepted, 0.0),
         (delta(1), 1.0),
         (delta(2), 1.5),

@@ -251,7 +251,9 @@ def attend(q: Tensor, group: AttentionGroup) -> Tensor:
         .unsqueeze(2)
         .expand(-1, -1, tiles, -1, -1, -1),
         head_dim**-0.5,
-        out=group.queries[:, :, :, : count * per_kv].unflatten(3, (count, per_kv)),
+        out=group.queries[:, :, :, : count * per_kv].view(
+            members, kv_heads, tiles, count, per_kv, head_dim
+        ),
     )
     flat = members * kv_heads * tiles
     k, v = group.k.view(flat, -1, head_dim), group.v.view(flat, -1, head_dim)
