@@ -15,7 +15,7 @@ from typing import Any
 
 from deepinfer.deploy.config import ConfigError
 
-_PACKAGES = ("deepinfer-cluster", "torch", "ray", "grpcio", "protobuf", "numpy")
+_PACKAGES = ("deepinfer-cluster", "torch", "ray", "grpcio", "protobuf", "numpy", "transformers")
 
 
 def provenance(command: str) -> dict[str, Any]:
