@@ -164,12 +164,12 @@ def _field(text: str, name: str) -> str:
 
 
 def _command(pid: int) -> str:
-    """A process's command in a word: a title, a program, or a script's name."""
+    """A process's command in a word: a title, a program, or the script that Python runs."""
     words = _read(_PROC / str(pid) / "cmdline").replace("\0", " ").split()
+    program = Path(words[0]).name if words else "?"
+    # Other programs name scripts too: the raylet those that it starts.
     scripts = [Path(word).stem for word in words if word.endswith(".py")]
-    if scripts:
-        return scripts[0]
-    return Path(words[0]).name if words else "?"
+    return scripts[0] if scripts and program.startswith("python") else program
 
 
 def _table(found: Mapping[str, Mapping[str, Usage]]) -> Table:
