@@ -13,18 +13,15 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # has no stubs
-from grpc_status import rpc_status
 
+from deepinfer.gateway import statuses
 from deepinfer.kvstore.core.requests import InvalidRequestError
 from deepinfer.proto import inference_pb2
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
 
-
 _DELIMITED = 2  # the wire type of strings, bytes and messages
-
 
 _REQUESTS: dict[str, Descriptor] = {
     f"/{service.full_name}/{method.name}": method.input_type
@@ -74,16 +71,6 @@ def _not_text(data: bytes, message: Descriptor, prefix: str) -> InvalidRequestEr
     return None
 
 
-def refusal(error: InvalidRequestError) -> grpc.Status:
-    """INVALID_ARGUMENT, with the field for programs and all of it for people."""
-    violation = error_details_pb2.BadRequest.FieldViolation(
-        field=error.name, description=str(error)
-    )
-    status = status_pb2.Status(code=grpc.StatusCode.INVALID_ARGUMENT.value[0], message=str(error))
-    status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    return rpc_status.to_status(status)
-
-
 class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not at run time
     """Answers INVALID_ARGUMENT to single requests that do not decode."""
 
@@ -107,8 +94,7 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         async def refuse_or_serve(request: object, context: Any) -> object:
             if isinstance(request, Malformed):
-                status = refusal(request.error)
-                await context.abort(status.code, status.details, status.trailing_metadata)
+                await statuses.abort(context, statuses.invalid(request.error))
             return await serve(request, context)
 
         wrap = (

@@ -19,25 +19,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.message import Message
-from google.rpc import (  # type: ignore[import-untyped]  # has no stubs
-    error_details_pb2,
-    status_pb2,
-)
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
-from deepinfer.gateway import wire
-from deepinfer.gateway.core.events import AbortRequest, Code, EndStream, StreamReady, ToStream
+from deepinfer.gateway import client_wire, statuses, wire
+from deepinfer.gateway.core.events import AbortRequest, Code, StreamReady, ToStream
 from deepinfer.gateway.health import CHECK, Health, HealthService
 from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
-from deepinfer.gateway.logprobs import prompt_to
 from deepinfer.gateway.malformed import RefuseMalformed
 from deepinfer.gateway.shell import ClientStream, Shell, WorkerLink
 from deepinfer.kvstore.core.ids import RequestId
@@ -114,9 +106,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = RequestId(request.request_id)
         ask, record = await self._record(request.request, request_id, arrival_ms, context)
         try:
-            received = wire.received_from(request.progress, record.sampling.n)
+            received = client_wire.received_from(request.progress, record.sampling.n)
         except InvalidRequestError as error:
-            await _abort_invalid(context, error)
+            await statuses.abort(context, statuses.invalid(error))
         stream = self._shell.resume(
             record,
             request.resume_key,
@@ -136,7 +128,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         choices = max(1, request.n)
         if choices > CHOICES_MAX:
             allowed = f"at most {CHOICES_MAX}"
-            await _abort_invalid(context, InvalidRequestError("n", request.n, allowed))
+            error = InvalidRequestError("n", request.n, allowed)
+            await statuses.abort(context, statuses.invalid(error))
         self._shell.tell(AbortRequest(RequestId(request.request_id), request.claim, choices))
         return inference_pb2.AbortResponse()
 
@@ -207,13 +200,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 f"the request takes {size:,} bytes: must be at most {MESSAGE_BYTES_MAX:,}",
             )
         try:
-            ask = wire.ask_from(said)
+            ask = client_wire.ask_from(said)
             if ask.input_chars <= INLINE_CHARS_MAX:
                 return ask, build(ask)
             return ask, await asyncio.to_thread(build, ask)
         except InvalidRequestError as error:
             self._shell.refused("invalid")
-            await _abort_invalid(context, error)
+            await statuses.abort(context, statuses.invalid(error))
         except UnknownModelError as error:
             self._shell.refused("unknown_model")
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
@@ -227,24 +220,25 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 effect = await stream.next()
         finally:
             self._shell.close_stream(stream)
-        await _end(effect, context)
+        if effect.code is not Code.OK:
+            await statuses.abort(context, statuses.ended(effect))
 
     def _response(self, stream: ClientStream, effect: ToStream) -> inference_pb2.GenerateResponse:
         match effect.message:
             case Accepted() as accepted:
-                return wire.accepted_to(accepted, stream.record, self._shell.gateway)
+                return client_wire.accepted_to(accepted, stream.record, self._shell.gateway)
             case Delta() as delta:
                 text = stream.texts[delta.choice].push(tuple(t.id for t in delta.tokens))
                 logprobs = stream.record.sampling.logprobs is not None
-                return wire.delta_to(delta, text, logprobs=logprobs)
+                return client_wire.delta_to(delta, text, logprobs=logprobs)
             case PromptDelta() as prompt:
-                return prompt_to(prompt)
+                return client_wire.prompt_to(prompt)
             case Notice() as notice:
-                return wire.notice_to(notice)
+                return client_wire.notice_to(notice)
             case Finished() as finished:
                 assert effect.usage is not None, "the core sends usage with every Finished"
                 shown = stream.texts[finished.choice]
-                return wire.finished_to(
+                return client_wire.finished_to(
                     finished,
                     effect.usage,
                     shown.finish(),
@@ -331,35 +325,3 @@ def build_link_server(shell: Shell, *, token: str) -> grpc.aio.Server:
 
 def _server(guard: RequireToken) -> grpc.aio.Server:
     return grpc.aio.server(interceptors=[guard, RefuseMalformed()], options=SERVER_OPTIONS)
-
-
-async def _end(effect: EndStream, context: Context) -> None:
-    match effect.code:
-        case Code.OK:
-            return
-        case Code.RESOURCE_EXHAUSTED:
-            violation = error_details_pb2.QuotaFailure.Violation(description=effect.message)
-            detail: Message = error_details_pb2.QuotaFailure(violations=[violation])
-        case _:
-            detail = error_details_pb2.ErrorInfo(reason=effect.code.value, domain="deepinfer")
-    await _abort(context, grpc.StatusCode[effect.code.value], effect.message, detail)
-
-
-async def _abort_invalid(context: Context, error: InvalidRequestError) -> NoReturn:
-    """INVALID_ARGUMENT, with the field for programs and all of it for people."""
-    violation = error_details_pb2.BadRequest.FieldViolation(
-        field=error.name, description=str(error)
-    )
-    detail = error_details_pb2.BadRequest(field_violations=[violation])
-    await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error), detail)
-
-
-async def _abort(
-    context: Context, code: grpc.StatusCode, message: str, detail: Message
-) -> NoReturn:
-    """End the call with a status that carries a ``google.rpc`` detail."""
-    packed = AnyMessage()
-    packed.Pack(detail)
-    number: int = code.value[0]
-    status = rpc_status.to_status(status_pb2.Status(code=number, message=message, details=[packed]))
-    await context.abort(status.code, status.details, status.trailing_metadata)

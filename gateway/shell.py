@@ -39,7 +39,6 @@ from deepinfer.kvstore.core.messages import GatewayReport, ToGateway, ToWorker
 from deepinfer.kvstore.core.requests import RequestRecord
 
 TICK_S = 0.05
-CLOSE_POLL_S = 0.01
 LINK_QUEUE_MAX = 65_536
 """Messages that wait for one worker's link; a link with more is broken, and the worker attaches
 anew."""
@@ -126,6 +125,7 @@ class Shell:
         self._closed: str | None = None
         """Why every stream ends, once the cluster is being stopped."""
         self._streams: dict[StreamId, ClientStream] = {}
+        self._no_stream = asyncio.Event()
         self._last_stream = 0
         self._counters: Counter[str] = Counter()
         """What never gets to the core, by the same names."""
@@ -234,6 +234,8 @@ class Shell:
         """The stream's handler is done with it, however it came to that."""
         if self._streams.pop(stream.stream, None) is not None:
             self.tell(StreamClosed(stream.stream))
+        if not self._streams:
+            self._no_stream.set()
 
     async def close(self, message: str) -> None:
         """End every stream for good, and every one that is opened later; wait until they have.
@@ -244,7 +246,8 @@ class Shell:
         for stream in self._streams.values():
             stream.put(EndStream(stream.stream, Code.FAILED_PRECONDITION, message))
         while self._streams:
-            await asyncio.sleep(CLOSE_POLL_S)
+            self._no_stream.clear()
+            await self._no_stream.wait()
 
     # ---- workers ---------------------------------------------------------------------------
 

@@ -1,18 +1,12 @@
-"""Between protobuf and the core's values; the only module here, with the services, that sees both.
+"""Between the cluster's own contracts, the worker's link and the reports, and the core's values.
 
-Decoding raises ``InvalidRequestError`` (a client's fault) or ``LinkError`` (a worker's).
+Decoding raises ``LinkError``: whatever is wrong is the worker's fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
-from deepinfer.gateway.core.events import ChoiceUsage
-from deepinfer.gateway.intake import Ask
-from deepinfer.gateway.logprobs import logprobs_to
 from deepinfer.kvstore.core.ids import (
     Incarnation,
     RequestId,
@@ -23,15 +17,12 @@ from deepinfer.kvstore.core.ids import (
     WorkerRef,
 )
 from deepinfer.kvstore.core.messages import (
-    Accepted,
     Ack,
     Attach,
     Attached,
     AttachRefused,
-    Delta,
     Disown,
     Drop,
-    Finished,
     GatewayReport,
     Notice,
     NoticeKind,
@@ -45,9 +36,7 @@ from deepinfer.kvstore.core.messages import (
 )
 from deepinfer.kvstore.core.requests import (
     FinishReason,
-    InvalidRequestError,
     RequestRecord,
-    SamplingParams,
     Token,
 )
 from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
@@ -59,162 +48,6 @@ _FINISH_NAMES = {reason.value: reason for reason in FinishReason}
 
 class LinkError(ValueError):
     """A worker sent something that is no message of the link."""
-
-
-# ---- clients ask ---------------------------------------------------------------------------
-
-
-def sampling_from(said: inference_pb2.SamplingParams) -> SamplingParams:
-    """Read sampling parameters; what is unset takes its default."""
-    given = {name: getattr(said, name) for name in SAMPLING_SCALARS if said.HasField(name)}
-    return SamplingParams(
-        **given,
-        stop=tuple(said.stop),
-        stop_token_ids=tuple(said.stop_token_ids),
-        logit_bias=tuple(sorted(said.logit_bias.items())),
-    )
-
-
-def ask_from(said: inference_pb2.GenerateRequest) -> Ask:
-    """Read a request.
-
-    Raises:
-        InvalidRequestError: a parameter is out of range, or a field is not in this contract:
-            whoever wrote it wants something that would not be done.
-    """
-    _refuse_unknown("request", said)
-    _refuse_unknown("sampling_params", said.sampling_params)
-    which = said.WhichOneof("input")
-    return Ask(
-        model=said.model,
-        text=said.text if which == "text" else None,
-        input_ids=tuple(said.tokenized.input_ids) if which == "tokenized" else None,
-        messages=(
-            tuple((message.role, message.content) for message in said.chat.messages)
-            if which == "chat"
-            else None
-        ),
-        sampling=sampling_from(said.sampling_params),
-        max_tokens_given=said.sampling_params.HasField("max_tokens"),
-        priority=said.priority,
-        deadline_ms=said.deadline_ms if said.HasField("deadline_ms") else None,
-        exact=said.exact,
-        include_events=said.include_events,
-    )
-
-
-def _refuse_unknown(name: str, said: Message) -> None:
-    unknown = UnknownFieldSet(said)
-    numbers = sorted({unknown[i].field_number for i in range(len(unknown))})
-    if numbers:
-        known = ", ".join(field.name for field in said.DESCRIPTOR.fields)
-        raise InvalidRequestError(
-            name, f"with field {', '.join(map(str, numbers))}", f"of known fields: {known}"
-        )
-
-
-def received_from(
-    progress: Sequence[inference_pb2.ChoiceProgress], choices: int
-) -> tuple[tuple[int, ...], ...]:
-    """Read what a resuming client has; a choice it does not name has nothing yet."""
-    received: list[tuple[int, ...]] = [()] * choices
-    for entry in progress:
-        if entry.index >= choices:
-            raise InvalidRequestError("progress.index", entry.index, f"below n = {choices}")
-        received[entry.index] = tuple(entry.token_ids)
-    return tuple(received)
-
-
-# ---- clients are told ----------------------------------------------------------------------
-
-
-def accepted_to(
-    accepted: Accepted, record: RequestRecord, gateway: str
-) -> inference_pb2.GenerateResponse:
-    """Write the first message of a stream."""
-    return inference_pb2.GenerateResponse(
-        accepted=inference_pb2.Accepted(
-            request_id=accepted.request,
-            resume_key=accepted.resume_key,
-            prompt_tokens=accepted.prompt_tokens,
-            claim=accepted.claim,
-            seed=record.seed,
-            arrival_ms=record.arrival_ms,
-            gateway=gateway,
-        )
-    )
-
-
-def delta_to(delta: Delta, text: str, *, logprobs: bool) -> inference_pb2.GenerateResponse:
-    """Write tokens and the text that they made safe to show."""
-    return inference_pb2.GenerateResponse(
-        chunk=inference_pb2.GenerateStreamChunk(
-            token_ids=[token.id for token in delta.tokens],
-            index=delta.choice,
-            position=delta.index,
-            text=text,
-            output_logprobs=logprobs_to(delta.tokens) if logprobs else None,
-        )
-    )
-
-
-def notice_to(notice: Notice) -> inference_pb2.GenerateResponse:
-    """Write a notice."""
-    return inference_pb2.GenerateResponse(
-        notice=inference_pb2.Notice(
-            kind=notice.kind.name,
-            index=notice.seq.choice,
-            worker=notice.worker,
-            store=notice.store or "",
-            blocks=notice.blocks,
-            payload_bytes=notice.payload_bytes,
-            copy_us=notice.copy_us,
-            run_epoch=notice.run.epoch,
-            run_counter=notice.run.counter,
-            number=notice.number,
-        )
-    )
-
-
-def finished_to(
-    finished: Finished,
-    usage: ChoiceUsage,
-    text: str,
-    *,
-    stop_string: str | None,
-    stop_token: int | None,
-) -> inference_pb2.GenerateResponse:
-    """Write the end of a choice: the rest of its text, why it ended, what it cost."""
-    complete = inference_pb2.GenerateComplete(
-        finish_reason=finished.reason.value,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-        index=finished.choice,
-        text=text,
-        message=finished.message,
-        error_code=finished.code,
-        swap_stats=inference_pb2.SwapStats(
-            swaps=usage.swaps,
-            resumes=usage.resumes,
-            recomputes=usage.recomputes,
-            failed=usage.swap_failures,
-            offload_bytes=usage.offload_bytes,
-            offload_us=usage.copy_out_us,
-            reload_us=usage.copy_in_us,
-            stall_us=usage.stall_ms * 1000,
-        ),
-    )
-    if stop_string is not None:
-        complete.matched_stop_str = stop_string
-    elif stop_token is not None:
-        complete.matched_token_id = stop_token
-    if usage.ttft_ms is not None and usage.last_token_ms is not None:
-        complete.ttft_us = usage.ttft_ms * 1000
-        if usage.completion_tokens > 1:
-            spread_us = (usage.last_token_ms - usage.ttft_ms) * 1000
-            complete.tpot_us = spread_us // (usage.completion_tokens - 1)
-    return inference_pb2.GenerateResponse(complete=complete)
 
 
 # ---- workers -------------------------------------------------------------------------------

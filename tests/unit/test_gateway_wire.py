@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.gateway import wire
+from deepinfer.gateway import client_wire
 from deepinfer.gateway.intake import ModelCard, build_record
 from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.requests import InvalidRequestError
@@ -20,11 +20,11 @@ FIELD_21 = b"\xa8\x01\x05"
 
 
 def test_what_is_unset_takes_its_default() -> None:
-    ask = wire.ask_from(inference_pb2.GenerateRequest(text="x"))
+    ask = client_wire.ask_from(inference_pb2.GenerateRequest(text="x"))
     assert (ask.text, ask.input_ids, ask.messages, ask.max_tokens_given) == ("x", None, None, False)
     assert (ask.sampling.temperature, ask.sampling.top_k, ask.sampling.seed) == (1.0, 0, None)
     zero = inference_pb2.SamplingParams(temperature=0.0, seed=0, max_tokens=1)
-    ask = wire.ask_from(inference_pb2.GenerateRequest(text="x", sampling_params=zero))
+    ask = client_wire.ask_from(inference_pb2.GenerateRequest(text="x", sampling_params=zero))
     assert (ask.sampling.temperature, ask.sampling.seed, ask.max_tokens_given) == (0.0, 0, True)
 
 
@@ -32,11 +32,11 @@ def test_a_field_that_would_be_ignored_is_refused() -> None:
     request = inference_pb2.GenerateRequest(text="x")
     request.sampling_params.MergeFromString(FIELD_21)
     with pytest.raises(InvalidRequestError, match=r"with field 21.*known fields: temperature") as e:
-        wire.ask_from(request)
+        client_wire.ask_from(request)
     assert e.value.name == "sampling_params"
     other = inference_pb2.GenerateRequest.FromString(FIELD_21)
     with pytest.raises(InvalidRequestError, match=r"with field 21.*known fields: model") as e:
-        wire.ask_from(other)
+        client_wire.ask_from(other)
     assert e.value.name == "request"
 
 
@@ -58,6 +58,10 @@ def test_a_dated_prompt_is_the_same_whenever_it_is_read_again(tmp_path: Path) ->
     request.chat.messages.add(role="user", content="hi")
     # One minute before midnight UTC: a gateway that takes the request over later reads it again.
     record = build_record(
-        wire.ask_from(request), card, RequestId("r"), arrival_ms=1_796_083_140_000, default_seed=0
+        client_wire.ask_from(request),
+        card,
+        RequestId("r"),
+        arrival_ms=1_796_083_140_000,
+        default_seed=0,
     )
     assert tokenizer.decode(record.prompt_ids) == "30 Nov 2026 23:59|hi"
