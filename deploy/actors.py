@@ -59,7 +59,7 @@ class Actors:
         Raises:
             LaunchError: another cluster has taken the names meanwhile.
         """
-        self._create_controller()
+        self._create_controller(model)
         for node in self.nodes.computing:
             self._create_store(model, node)
         self._create_gateways(model)
@@ -69,7 +69,7 @@ class Actors:
                 self._create_worker(f"worker-{number}", model, node, worker_env)
                 number += 1
 
-    def _create_controller(self) -> None:
+    def _create_controller(self, model: Served) -> None:
         with interrupts.held():
             from deepinfer.controller.actor import ControllerActor, ControllerSettings
             from deepinfer.controller.core.config import ControllerConfig
@@ -85,7 +85,7 @@ class Actors:
                 host=self.nodes.home.address,
                 metrics=_scrape_settings(config),
                 model=config.model,
-                kv_cache_dtype=config.kv_cache_dtype,
+                kv_cache_dtype=model.layout.dtype.name,
                 failed_start_exit_s=FAILED_START_EXIT_S,
                 config=ControllerConfig(
                     cpu_offload=config.cpu_offload,
@@ -145,7 +145,7 @@ class Actors:
                     max_context_tokens=model.config.max_positions,
                     vocab_size=model.config.vocab_size,
                     eos_token_ids=tuple(tokenizer.eos_ids),
-                    kv_cache_dtype=config.kv_cache_dtype,
+                    kv_cache_dtype=model.layout.dtype.name,
                     host=config.host,
                     port=port,
                     advertised_host=advertised_host(config, self.nodes),

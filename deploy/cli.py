@@ -70,7 +70,7 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="Model folder, GGUF file, org/name of a hub, or demo.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Worker processes.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes on each node.")] = None,
     gateways: Annotated[int | None, typer.Option(help="Gateway processes.")] = None,
     kv_cache_dtype: Annotated[
         str | None,

@@ -84,7 +84,7 @@ class ClusterConfig(BaseModel):
         min_length=1,
         description="Model folder, GGUF file, org/name of a hub, or demo.",
     )
-    workers: int = Field(default=1, ge=1, le=256, description="Worker processes.")
+    workers: int = Field(default=1, ge=1, le=256, description="Worker processes on each node.")
     gateways: int = Field(
         default=1, ge=1, le=64, description="Gateway processes, on ports from --port."
     )
