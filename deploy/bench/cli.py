@@ -184,7 +184,8 @@ def bench_streams(
 ) -> None:
     """Very many streams at one gateway: memory a stream, and whether they slow another one."""
     with plain_errors():
-        from deepinfer.deploy.bench.streams import Load, run_streams
+        from deepinfer.deploy.bench.streams import run_streams
+        from deepinfer.deploy.bench.streams_report import Load
 
         load = Load(streams=streams, processes=processes, tokens=tokens, rounds=rounds)
         ok = run_streams(model=model, load=load, output=output, console=out)

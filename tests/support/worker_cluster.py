@@ -29,9 +29,10 @@ from deepinfer.kvstore.core.messages import (
     AttachRefused,
     Departure,
     Notice,
+    Scores,
     SwapIn,
     SwapOut,
-    Tokens,
+    ToGateway,
     ToWorker,
 )
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
@@ -108,13 +109,14 @@ class ScriptedGateway(link_pb2_grpc.WorkerLinkServicer):
                     outbox.put_nowait(answer)
             self.changed.set()
 
-    def _hear(self, message: Attach | Tokens | Notice) -> list[ToWorker]:
+    def _hear(self, message: ToGateway) -> list[ToWorker]:
         held = self.held.get(message.seq)
         if held is None:
             return [AttachRefused(message.seq, message.run, None)]
         if isinstance(message, Notice):
             held.notices.append(message)
             return []
+        assert not isinstance(message, Scores), "nobody here asks for log-probabilities"
         if isinstance(message, Attach):
             if held.attached is not None and message.run < held.attached:
                 return [AttachRefused(message.seq, message.run, held.attached)]

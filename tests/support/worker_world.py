@@ -39,9 +39,11 @@ from deepinfer.kvstore.core.messages import (
     Order,
     Preempt,
     ReportReply,
+    Scores,
     StoreStatus,
     SwapIn,
     SwapOut,
+    ToGateway,
     Tokens,
     ToWorker,
     WorkerReport,
@@ -124,7 +126,7 @@ class World:
         self.pool = [[0] * config.block_size for _ in range(config.blocks_total)]
         self.requests = {request.seq: request for request in requests}
         self.links_up = {request.gateway: True for request in requests}
-        self.to_gateway: dict[GatewayId, deque[Attach | Tokens | Notice]] = {}
+        self.to_gateway: dict[GatewayId, deque[ToGateway]] = {}
         self.to_worker: dict[GatewayId, deque[ToWorker]] = {}
         self.step: tuple[StepPlan, dict[Seq, list[int]]] | None = None
         self.puts: dict[Ticket, Copy] = {}
@@ -310,6 +312,7 @@ class World:
         request = self.requests[message.seq]
         if isinstance(message, Notice):
             return
+        assert not isinstance(message, Scores), "nobody here asks for log-probabilities"
         answers = self.to_worker[gateway]
         if request.gateway != gateway:
             answers.append(AttachRefused(message.seq, message.run, None))

@@ -14,7 +14,7 @@ from deepinfer.kvstore.core.requests import RequestRecord, SamplingParams, Token
 from deepinfer.workers import sampler
 from deepinfer.workers.core.events import Chunk, StepDone, StepPlan
 from deepinfer.workers.engine import Engine, EngineThread
-from deepinfer.workers.model.runner import SequenceSlice
+from deepinfer.workers.model.runner import SequenceSlice, Visit
 
 VOCAB = 8
 
@@ -35,6 +35,11 @@ class FakeRunner:
             if last == 6:
                 logits[row, 0] = float("nan")
         return logits
+
+    def forward_and_score(
+        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit
+    ) -> torch.Tensor:
+        raise AssertionError("nobody here asks for the prompt's log-probabilities")
 
 
 def chunk(
