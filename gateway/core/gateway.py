@@ -25,7 +25,6 @@ from deepinfer.gateway.core.events import (
     ReportLinkUp,
     Resume,
     Scanned,
-    SendToWorker,
     StopMatched,
     StreamClosed,
     StreamReady,
@@ -35,6 +34,7 @@ from deepinfer.gateway.core.events import (
 from deepinfer.gateway.core.levels import Levels
 from deepinfer.gateway.core.measures import Measures, by_reason
 from deepinfer.gateway.core.record import Choice, Entry
+from deepinfer.gateway.core.runs import Runs
 from deepinfer.gateway.core.scores import Taken
 from deepinfer.gateway.core.streams import Streams
 from deepinfer.gateway.core.table import RequestTable
@@ -42,24 +42,18 @@ from deepinfer.kvstore.core.ids import (
     GatewayId,
     Incarnation,
     RequestId,
-    Run,
     Seq,
     StreamId,
     WorkerRef,
 )
 from deepinfer.kvstore.core.messages import (
-    Ack,
     Attach,
-    Attached,
-    AttachRefused,
     Disown,
-    Drop,
     Notice,
     Reject,
     ReportReply,
     Scores,
     Tokens,
-    ToWorker,
 )
 from deepinfer.kvstore.core.requests import FinishReason
 
@@ -76,11 +70,13 @@ class GatewayCore:
         self.counters: Counter[str] = Counter()
         """Totals by name; where a total is kept by reason, as ``name{reason="..."}``."""
         self.measures = Measures()
-        self._started_ms = now_ms
         self._table = RequestTable(config)
         self._levels = Levels(self._table, gateway, incarnation, config, now_ms=now_ms)
         self._effects: list[Effect] = []
         self._streams = Streams(config, self._effects.append)
+        self._runs = Runs(
+            config, self._table, self._levels, self.counters, self._effects.append, now_ms=now_ms
+        )
         self._arrivals = Arrivals(
             gateway,
             config,
@@ -100,7 +96,7 @@ class GatewayCore:
             case StreamReady(stream):
                 self._ready(stream, now_ms)
             case FromWorker(worker, Attach() as message):
-                self._attach(worker, message, now_ms)
+                self._runs.attach(worker, message, now_ms)
             case FromWorker(worker, Scores() as message):
                 self._scores(worker, message, now_ms)
             case FromWorker(_, Notice() as message):
@@ -162,78 +158,8 @@ class GatewayCore:
 
     # ---- workers --------------------------------------------------------------------------
 
-    def _send(self, worker: WorkerRef, message: ToWorker) -> None:
-        self._effects.append(SendToWorker(worker, message))
-
-    def _quiet(self, seq: Seq, now_ms: int) -> bool:
-        """Whether to leave a run of an unknown sequence unanswered: it may be wanted elsewhere."""
-        young = now_ms - self._started_ms < self.config.startup_grace_ms
-        wanted = young or self._table.disowned(seq.request)
-        return wanted and not self._levels.is_cancelled(seq)
-
-    def _attach(self, worker: WorkerRef, attach: Attach, now_ms: int) -> None:
-        found = self._table.choice(attach.seq)
-        if found is None:
-            if not self._quiet(attach.seq, now_ms):
-                self._refuse(worker, attach, None)
-            return
-        entry, choice = found
-        highest = choice.attached
-        if choice.finish is not None:
-            self._refuse(worker, attach, None)
-            return
-        if highest is None or attach.run > highest:
-            if choice.worker != worker:  # in place, the newer run has the older one's KV
-                self._drop_run(choice)
-            if highest is None:
-                choice.meter.attached(now_ms)
-            choice.attached, choice.worker = attach.run, worker
-            self._levels.touch(choice.seq)
-        elif attach.run < highest or choice.worker != worker:
-            self._refuse(worker, attach, highest)
-            return
-        self.counters["attaches_total"] += 1
-        scored = len(choice.scores.tokens)
-        self._send(
-            worker, Attached(choice.seq, attach.run, entry.record, choice.token_ids(), scored)
-        )
-
-    def _refuse(self, worker: WorkerRef, attach: Attach, highest: Run | None) -> None:
-        self.counters["attaches_refused_total"] += 1
-        self._send(worker, AttachRefused(attach.seq, attach.run, highest))
-
-    def _speaks(
-        self, worker: WorkerRef, said: Scores | Tokens, now_ms: int
-    ) -> tuple[Entry, Choice] | None:
-        """The record that is meant, if it is the attached run that speaks; others are told so."""
-        found = self._table.choice(said.seq)
-        if found is None:
-            if not self._quiet(said.seq, now_ms):
-                self._send(worker, Drop(said.seq, said.run))
-            return None
-        choice = found[1]
-        if choice.attached is None or said.run > choice.attached:
-            # It has not attached here (or this gateway has restarted since): it will.
-            self.counters["tokens_unattached_total"] += len(said.tokens)
-            return None
-        if said.run < choice.attached or worker != choice.worker:
-            self.counters["tokens_outdated_total"] += len(said.tokens)
-            self._send(worker, Drop(said.seq, said.run))
-            return None
-        return found
-
-    def _acknowledge(self, worker: WorkerRef, choice: Choice, run: Run) -> None:
-        held, scored = len(choice.tokens), len(choice.scores.tokens)
-        self._send(worker, Ack(choice.seq, run, held, choice.finish is not None, scored))
-
-    def _contradicted(self, choice: Choice) -> None:
-        """What the run computes does not follow what is here. Another starts from the truth."""
-        self._drop_run(choice)
-        choice.worker = None
-        self._levels.touch(choice.seq)
-
     def _scores(self, worker: WorkerRef, said: Scores, now_ms: int) -> None:
-        found = self._speaks(worker, said, now_ms)
+        found = self._runs.speaks(worker, said, now_ms)
         if found is None:
             return
         entry, choice = found
@@ -241,14 +167,14 @@ class GatewayCore:
         taken = choice.scores.take(said, entry.record.prompt_ids) if running else Taken.ENDED
         if taken is Taken.CONTRADICTING:
             self.counters[taken.value] += len(said.tokens)
-            self._contradicted(choice)
+            self._runs.contradicted(choice)
             return
-        self._acknowledge(worker, choice, said.run)
+        self._runs.acknowledge(worker, choice, said.run)
         if taken is Taken.ACCEPTED:
             self._pump(entry, now_ms)
 
     def _tokens(self, worker: WorkerRef, said: Tokens, now_ms: int) -> None:
-        found = self._speaks(worker, said, now_ms)
+        found = self._runs.speaks(worker, said, now_ms)
         if found is None:
             return
         entry, choice = found
@@ -258,9 +184,9 @@ class GatewayCore:
         self.counters["tokens_total"] += new
         self.counters[taken.value] += len(said.tokens) - new
         if taken is Taken.CONTRADICTING:
-            self._contradicted(choice)
+            self._runs.contradicted(choice)
             return
-        self._acknowledge(worker, choice, said.run)
+        self._runs.acknowledge(worker, choice, said.run)
         if taken is Taken.ACCEPTED:
             self._arrivals.scan(choice)
             if choice.finish is not None:
@@ -277,10 +203,6 @@ class GatewayCore:
         if choice.meter.notice_arrived(notice, now_ms):
             self._streams.notice(entry, notice)
             self._pump(entry, now_ms)
-
-    def _drop_run(self, choice: Choice) -> None:
-        if choice.worker is not None and choice.attached is not None:
-            self._send(choice.worker, Drop(choice.seq, choice.attached))
 
     # ---- stop strings ---------------------------------------------------------------------
 
@@ -300,7 +222,7 @@ class GatewayCore:
         was_running = choice.finish is None
         choice.stop_at(tokens)
         if was_running:
-            self._drop_run(choice)
+            self._runs.drop(choice)
             self._choice_ended(entry, choice, now_ms)
         else:
             self._count_end(choice, now_ms)
@@ -323,7 +245,7 @@ class GatewayCore:
         for choice in entry.choices:
             if choice.finish is None:
                 self._levels.cancel(entry.level(choice, cancelled=True))
-                self._drop_run(choice)
+                self._runs.drop(choice)
                 choice.end(reason, message)
                 self._choice_ended(entry, choice, now_ms)
         self._pump(entry, now_ms)
@@ -349,7 +271,7 @@ class GatewayCore:
                 if choice.finish is None:
                     self.counters[by_reason("requests_finished_total", "orphan")] += 1
                     self._levels.cancel(entry.level(choice, cancelled=True))
-                    self._drop_run(choice)
+                    self._runs.drop(choice)
             self._forget(entry)  # a client that comes back after all takes its request over anew
         self._forget_all(self._table.expired_finished(now_ms))
 
@@ -386,7 +308,7 @@ class GatewayCore:
         )
         for choice in entry.choices:
             if choice.finish is None:
-                self._drop_run(choice)
+                self._runs.drop(choice)
                 choice.end(FinishReason.ERROR, entry.message, entry.code.value)
                 self._choice_ended(entry, choice, now_ms)
         self._pump(entry, now_ms)

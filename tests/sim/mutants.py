@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "lower_run_attaches",
-        "gateway/core/gateway.py",
+        "gateway/core/runs.py",
         "elif attach.run < highest or choice.worker != worker:",
         "elif attach.run == highest and choice.worker != worker:",
         "a run that has been replaced is told that it may speak",
@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     Mutant(
         "replaced_run_speaks",
-        "gateway/core/gateway.py",
+        "gateway/core/runs.py",
         "if said.run < choice.attached or worker != choice.worker:",
         "if said.run < Run(0, 0):",
         "tokens of a run that has been replaced are taken",
