@@ -9,8 +9,7 @@ import grpc
 import structlog
 
 from deepinfer.controller import wire
-from deepinfer.controller.core.core import Report
-from deepinfer.controller.core.events import Peer, PeerKind
+from deepinfer.controller.core.events import Peer, PeerKind, Report
 from deepinfer.controller.shell import Shell
 from deepinfer.proto import control_pb2, control_pb2_grpc
 from deepinfer.proto.bearer import RequireToken

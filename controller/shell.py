@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from deepinfer.controller.core.core import ControllerCore, Report
+from deepinfer.controller.core.core import ControllerCore
 from deepinfer.controller.core.events import (
     CallKind,
     CallStore,
@@ -22,6 +22,7 @@ from deepinfer.controller.core.events import (
     Peer,
     PeerKind,
     Reply,
+    Report,
     SendOrder,
     StepDown,
     StoreAnswered,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepinfer.controller.core import levels, placement, reconcile, snapshot, swaps
+from deepinfer.controller.core import levels, placement, reconcile, residents, snapshot, swaps
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.counters import Counters
 from deepinfer.controller.core.events import (
@@ -16,6 +16,7 @@ from deepinfer.controller.core.events import (
     Peer,
     PeerKind,
     Reply,
+    Report,
     StepDown,
     StoreAnswered,
     StoreGone,
@@ -34,8 +35,6 @@ from deepinfer.kvstore.core.messages import (
     StoreReport,
     WorkerReport,
 )
-
-Report = WorkerReport | StoreReport | GatewayReport
 
 
 class ControllerCore:
@@ -75,7 +74,7 @@ class ControllerCore:
         if world.started_ms is None:
             world.started_ms = world.now_ms
         reply: Reply | None = None
-        if isinstance(event, WorkerReport | StoreReport | GatewayReport):
+        if isinstance(event, Report):
             if event.epoch_seen > self.epoch:
                 self._stepped_down = True
                 return [StepDown(event.epoch_seen)]
@@ -84,7 +83,7 @@ class ControllerCore:
             world.refresh_ready()
             world.ring()
             for worker in world.watched():
-                levels.watch_worker(world, worker)
+                residents.watch_worker(world, worker)
         else:
             self._other(event)
         self._settle()
@@ -99,7 +98,7 @@ class ControllerCore:
         reject: tuple[Reject, ...] = ()
         if isinstance(report, WorkerReport):
             peer = Peer(PeerKind.WORKER, report.worker, report.incarnation)
-            verdict = levels.worker_report(world, report)
+            verdict = residents.worker_report(world, report)
         elif isinstance(report, StoreReport):
             peer = Peer(PeerKind.STORE, report.store, report.incarnation)
             verdict = levels.store_report(world, report)
@@ -135,7 +134,7 @@ class ControllerCore:
                 levels.members(world, event)
                 world.refresh_ready()
             case WorkerGone(ref):
-                levels.worker_gone(world, ref)
+                residents.worker_gone(world, ref)
             case StoreGone(store, incarnation):
                 levels.store_gone(world, store, incarnation)
             case GatewayGone(gateway, incarnation):

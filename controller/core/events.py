@@ -90,11 +90,11 @@ class Tick(NamedTuple):
     """Time has passed; sent about every 50 ms."""
 
 
+Report = WorkerReport | StoreReport | GatewayReport
+
 Event = (
     Members
-    | WorkerReport
-    | StoreReport
-    | GatewayReport
+    | Report
     | WorkerGone
     | StoreGone
     | GatewayGone

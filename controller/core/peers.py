@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from deepinfer.controller.core.events import Report
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, NodeId, Seq, StoreId, Ticket
 from deepinfer.kvstore.core.messages import Disown, Reject, StoreReply, StoreStatus
 
@@ -35,14 +36,19 @@ class Link:
     def reported(self) -> bool:
         return self.number is not None
 
-    def judge(
-        self, incarnation: Incarnation, number: int, complete: bool, now_ms: int, settle_ms: int
-    ) -> Verdict:
-        """Say what a report with these numbers means. Changes nothing.
+    def judge(self, report: Report, now_ms: int, settle_ms: int) -> Verdict:
+        """Say what a report means. Of a life that goes on it is a sign, whatever else it is.
 
         A life that was declared over is believed again if it still sends complete reports when
         nothing can be left on the way.
         """
+        verdict = self._verdict(report, now_ms, settle_ms)
+        if verdict in (Verdict.STALE, Verdict.RESYNC) and report.incarnation == self.incarnation:
+            self.heard_ms = now_ms
+        return verdict
+
+    def _verdict(self, report: Report, now_ms: int, settle_ms: int) -> Verdict:
+        incarnation, number, complete = report.incarnation, report.number, report.complete
         if incarnation < self.incarnation:
             return Verdict.OLD_LIFE
         if incarnation > self.incarnation:

@@ -287,7 +287,7 @@ MUTANTS = (
     ),
     Mutant(
         "lost_workers_requests_stay",
-        "controller/core/levels.py",
+        "controller/core/residents.py",
         "        _vanish(world, worker, sequence)\n        if sequence.place is None:\n",
         "        if sequence.place is None:\n",
         "who ran on a lost worker is forgotten",
