@@ -87,7 +87,7 @@ class ControllerAccess:
     find: Callable[[], Awaitable[str]]
     """Where its ``Control`` service is, host:port."""
     status: Callable[[], Awaitable[Mapping[str, object]]]
-    """Its status document; raises ``gateway.service.StatusUnavailableError`` too."""
+    """Its status document."""
 
 
 class GatewayActor:

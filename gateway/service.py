@@ -67,18 +67,14 @@ Status: TypeAlias = Callable[[], Awaitable[Mapping[str, object]]]
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class StatusUnavailableError(RuntimeError):
-    """The controller does not answer."""
-
-
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """What clients call.
 
     Args:
         shell: the gateway.
         secret: the cluster's secret, from which resume keys are made.
-        status: asks the controller for its status document; may raise StatusUnavailableError, or
-            what ``ControllerAccess`` says.
+        status: asks the controller for its status document; may raise what ``ControllerAccess``
+            says.
     """
 
     def __init__(self, shell: Shell, secret: bytes, status: Status) -> None:

@@ -28,7 +28,7 @@ from deepinfer.deploy.sim.host import Host
 from deepinfer.deploy.sim.network import Stream
 from deepinfer.deploy.sim.plan import FINISH_MS, ClientPlan
 from deepinfer.gateway.core.events import EndStream
-from deepinfer.kvstore.core.ids import RequestId, Seq, StreamId
+from deepinfer.kvstore.core.ids import RequestId, Seq
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, PromptDelta
 from deepinfer.kvstore.core.requests import FinishReason, SamplingParams
 
@@ -43,7 +43,6 @@ class ClientHost(Host):
         "_attempts",
         "_due",
         "aborted",
-        "at_gateway",
         "ended_ms",
         "failure",
         "plan",
@@ -65,8 +64,6 @@ class ClientHost(Host):
             prompt_logprobs=0 if plan.seed % 3 == 0 else None,
         )
         self.wants_notices = plan.seed % 2 == 0
-        self.at_gateway: dict[Stream, StreamId] = {}
-        """The gateway's name for each open stream."""
         self._attempts: dict[Stream, int] = {}
         self._due = 0
         self.request: RequestId | None = None

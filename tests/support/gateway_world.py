@@ -21,7 +21,7 @@ from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.gateway.health import Health
 from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.reporting import Reporter
-from deepinfer.gateway.service import StatusUnavailableError, build_server
+from deepinfer.gateway.service import build_server
 from deepinfer.gateway.shell import Shell
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, RequestId, Run, Seq
 from deepinfer.proto import (
@@ -269,7 +269,7 @@ class GatewayHost:
 
     async def _status(self) -> dict[str, object]:
         if not self.controller:
-            raise StatusUnavailableError("the controller does not answer")
+            raise LookupError("the controller does not answer")
         return self.document
 
     async def stop(self) -> None:

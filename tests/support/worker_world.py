@@ -33,7 +33,6 @@ from deepinfer.kvstore.core.messages import (
     AttachRefused,
     Cancel,
     Departed,
-    Departure,
     Drop,
     Notice,
     Order,
@@ -546,8 +545,3 @@ def make_request(
         stop_token_ids=(STOP,),
     )
     return Request(record, GatewayId(gateway))
-
-
-def departures(world: World, request: Request) -> list[Departure]:
-    """Why this request's runs left, as reported."""
-    return [d.why for d in world.departed if d.seq == request.seq]
