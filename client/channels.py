@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from deepinfer.proto.bearer import bearer
 
 MESSAGE_BYTES_MAX = 4 << 20
 """Of a request as it is first sent, and of any message from a gateway."""
+_ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
 CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),  # the core retries, and knows what it has
     ("grpc.enable_http_proxy", 0),
@@ -41,12 +43,12 @@ class Place(NamedTuple):
         ``tls``: what the client was told; then the endpoints that do not say use TLS too.
 
         Raises:
-            ValueError: another scheme, an empty address, or ``grpc://`` though ``tls`` was asked.
+            ValueError: another scheme, no host or port, or ``grpc://`` though ``tls`` was asked.
         """
         scheme, separator, address = endpoint.partition("://")
         if not separator:
             scheme, address = ("grpcs" if tls else "grpc"), endpoint
-        if scheme not in ("grpc", "grpcs") or not address or "/" in address:
+        if scheme not in ("grpc", "grpcs") or not _ADDRESS.fullmatch(address):
             raise ValueError(
                 f"endpoint {endpoint!r}: must be host:port, grpc://host:port or grpcs://host:port"
             )

@@ -7,7 +7,6 @@ alone.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import unicodedata
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from deepinfer.client import (
     Notice,
     ResourceExhausted,
 )
+from deepinfer.deploy.console import check_utf8, standard_input
 from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.status import mib
 
@@ -91,6 +91,7 @@ class Chat:
         started_s = time.monotonic()
         self.failed = True
         try:
+            check_utf8(said)
             options = self.sampling | {"include_events": self.events}
             with self.client.stream(messages, **options) as stream:
                 for event in stream:
@@ -108,7 +109,9 @@ class Chat:
             self._note("[aborted]")
         except DeepInferError as error:
             self._end_line(text)
-            self.err.print(f"error: {error}", style="red", markup=False, highlight=False)
+            self.err.print(
+                f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
             if self.turns and isinstance(error, InvalidRequest | ResourceExhausted):
                 self._note("[the conversation may have become too long: /reset forgets it]")
         else:
@@ -206,4 +209,5 @@ def typed_lines(console: Console) -> Iterator[str]:
 
 def chat_lines(console: Console) -> Iterator[str]:
     """Typed lines at a terminal; the lines of standard input elsewhere."""
-    return typed_lines(console) if sys.stdin.isatty() else iter(sys.stdin)
+    lines = standard_input()
+    return typed_lines(console) if lines.isatty() else iter(lines)

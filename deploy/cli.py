@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer.deploy.bench.cli import bench
-from deepinfer.deploy.console import err, out, plain_errors
-from deepinfer.deploy.interrupts import ending, stop_signals
+from deepinfer.deploy.console import err, out, plain_errors, standard_input
+from deepinfer.deploy.interrupts import ending, exit_code, stop_signals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -227,7 +227,7 @@ def generate(
     with plain_errors():
         from deepinfer.deploy.generate import generate_json, stream_one
 
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = standard_input().read() if prompt == "-" else prompt
         sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -364,5 +364,7 @@ def main() -> None:
     try:
         with stop_signals():
             app(prog_name="deepinfer")
+    except KeyboardInterrupt:  # before the command had begun
+        raise SystemExit(exit_code()) from None
     finally:
         ending()

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import typer
 from rich.console import Console
 
 out = Console()
 err = Console(stderr=True)
+
+
+def standard_input() -> TextIO:
+    """Standard input as UTF-8 whatever the locale says; ``check_utf8`` finds what is none."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin
+
+
+def check_utf8(text: str) -> str:
+    """Return text of the command line or of ``standard_input``.
+
+    Raises InvalidRequest, naming the first byte that is no UTF-8.
+    """
+    from deepinfer.client import InvalidRequest
+
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) & 0xFF
+        raise InvalidRequest(
+            f"the prompt is not UTF-8: byte 0x{byte:02x} after {error.start:,} characters"
+        ) from error
+    return text
 
 
 @contextmanager

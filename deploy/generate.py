@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from deepinfer.client import Delta, Finished
+from deepinfer.client import Delta, Finished, Usage
+from deepinfer.deploy.console import check_utf8
 from deepinfer.deploy.launch import connect
 from deepinfer.deploy.models import resolve_model
 
@@ -28,7 +29,8 @@ def get_model(name: str, *, console: Console) -> Path:
     try:
         return resolve_model(name, progress=show)
     finally:
-        bar.stop()
+        if bar.live.is_started:  # or it would write an empty line
+            bar.stop()
 
 
 def stream_one(
@@ -69,11 +71,17 @@ def generate_json(
     """
     with connect(endpoint, token_file) as client:
         completion = client.generate(_asked(prompt, chat), **sampling)
-    document = asdict(completion) | {"usage": asdict(completion.usage)}
-    for choice in document["choices"]:
+    document = asdict(completion) | {"usage": _usage(completion.usage)}
+    for of, choice in zip(completion.choices, document["choices"], strict=True):
+        choice["usage"] = _usage(of.usage)
         choice["logprobs"] = [logprob._asdict() for logprob in choice["logprobs"]]
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
 def _asked(prompt: str, chat: bool) -> str | list[dict[str, str]]:
+    check_utf8(prompt)
     return [{"role": "user", "content": prompt}] if chat else prompt
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return asdict(usage) | {"total_tokens": usage.total_tokens}

@@ -133,8 +133,8 @@ class Library:
             if not isinstance(error, OSError) and "httpx" not in type(error).__module__:
                 raise
             raise HubError(
-                f"{repo} cannot be fetched ({_line(error)}); check this machine's network and "
-                "disk, or give the path of a model"
+                f"{repo} cannot be fetched ({_line(error)}), and there is no such path here; "
+                "check this machine's network and disk, or give the path of a model"
             ) from error
 
 
