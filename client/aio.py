@@ -14,7 +14,7 @@ from deepinfer.client import wire
 from deepinfer.client.channels import MESSAGE_BYTES_MAX, Channels
 from deepinfer.client.core.config import ClientConfig
 from deepinfer.client.core.events import Fail
-from deepinfer.client.core.resume import failure_of
+from deepinfer.client.core.failures import failure_of
 from deepinfer.client.driver import Driver
 from deepinfer.client.errors import ClientClosed, ResourceExhausted, Unavailable, Untrusted
 from deepinfer.client.request import Message, Options, Prompt, build_request

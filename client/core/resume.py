@@ -27,6 +27,7 @@ from deepinfer.client.core.events import (
     Tick,
     Wait,
 )
+from deepinfer.client.core.failures import failure_of
 from deepinfer.kvstore.core.ids import RequestId, Run
 from deepinfer.kvstore.core.messages import (
     Accepted,
@@ -37,24 +38,6 @@ from deepinfer.kvstore.core.messages import (
     ToClient,
 )
 from deepinfer.kvstore.core.requests import FinishReason
-
-_FINAL = {
-    "ABORTED": Failure.REPLACED,
-    "FAILED_PRECONDITION": Failure.FAILED,
-    "INVALID_ARGUMENT": Failure.INVALID,
-    "NOT_FOUND": Failure.NOT_FOUND,
-    "OUT_OF_RANGE": Failure.INVALID,
-    "PERMISSION_DENIED": Failure.UNAUTHENTICATED,
-    "RESOURCE_EXHAUSTED": Failure.EXHAUSTED,
-    "UNAUTHENTICATED": Failure.UNAUTHENTICATED,
-    "UNIMPLEMENTED": Failure.FAILED,
-}
-"""Statuses that another attempt would meet again. Every other one is a reason to come back."""
-
-
-def failure_of(code: str) -> Failure | None:
-    """What a status means for a caller; None if another attempt may do better."""
-    return _FINAL.get(code)
 
 
 class ClientCore:
@@ -239,8 +222,8 @@ class ClientCore:
                 self._fail(kind, code, detail)
             else:
                 self._again(code, detail, now_ms, end.jitter)
-        elif code in _FINAL:
-            self._fail(_FINAL[code], code, detail)
+        elif (failure := failure_of(code)) is not None:
+            self._fail(failure, code, detail)
         else:
             self._again(code, detail, now_ms, end.jitter)
 
@@ -351,7 +334,7 @@ class ClientCore:
             self._effects.append(Succeed())
         else:
             code = self._refusal.code or "INTERNAL"
-            self._fail(_FINAL.get(code, Failure.FAILED), code, self._refusal.message)
+            self._fail(failure_of(code) or Failure.FAILED, code, self._refusal.message)
 
     # ---- aborting -------------------------------------------------------------------------
 
