@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deepinfer.client import AsyncClient
 from deepinfer.deploy.bench import concurrency_report
+from deepinfer.deploy.bench.plots import check_plots
 from deepinfer.deploy.bench.prompts import make_prompts, read_text
-from deepinfer.deploy.bench.results import check_plots, write_result
+from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.bench.steps import counted
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, ConfigError, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
@@ -113,19 +114,8 @@ def run_concurrency(
         )
     words = read_text(text)
     path = get_model(model, console=console)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        task = progress.add_task("starting", total=steps_of(load))
-
-        def tell(doing: str) -> None:
-            progress.update(task, description=doing)
-
-        measured, prompts = measure(path, load, words, tell, lambda: progress.advance(task))
+    with counted(console, steps_of(load)) as steps:
+        measured, prompts = measure(path, load, words, steps.tell, steps.advance)
     figures = concurrency_report.figures(load, [len(prompt) for prompt in prompts], measured)
     write_result(output / "concurrency.json", command_of(model, load, text), figures)
     concurrency_report.plot(figures, output / "concurrency.png")

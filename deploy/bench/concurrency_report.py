@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from deepinfer.deploy.bench.plots import axes_in_a_row, write_plot
 from deepinfer.deploy.bench.results import percentile
 
 if TYPE_CHECKING:
@@ -134,12 +135,7 @@ def table(found: dict[str, Any]) -> Table:
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Tokens a second, TTFT and TPOT over the number of streams."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2))
+    figure, axes = axes_in_a_row(3, (14, 4.2))
     panels = (("tokens_per_s", "tokens/s"), ("ttft_p50_ms", "TTFT p50, ms"))
     several = len(found["results"]) > 1
     for dtype, levels in found["results"].items():
@@ -169,6 +165,4 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure.suptitle(
         f"One worker, {found['threads']} thread(s), {found['max_tokens']} tokens a stream"
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    write_plot(figure, path)

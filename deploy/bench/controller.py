@@ -18,6 +18,7 @@ from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.core import ControllerCore
 from deepinfer.controller.core.events import Event
 from deepinfer.deploy.bench.controller_traffic import TOKENS_A_ROUND, Traffic
+from deepinfer.deploy.bench.plots import axes_in_a_row, check_plots, write_plot
 from deepinfer.deploy.bench.results import percentile, write_result
 
 EVENTS_A_SECOND_REQUIRED = 20_000
@@ -181,13 +182,9 @@ def _growth(measured: list[dict[str, Any]]) -> dict[str, Any]:
 
 def plot(figures: dict[str, Any], path: Path) -> None:
     """Draw the mean cost of an event over both sizes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import NullFormatter
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    figure, axes = axes_in_a_row(2, (9, 3.6), sharey=True)
     for axis, rows in ((axes[0], figures["by_workers"]), (axes[1], figures["by_line"])):
         sizes = [row["requests"] for row in rows]
         means = [row["event_us"]["mean"] for row in rows]
@@ -210,13 +207,16 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     axes[0].set_title("20 requests a worker (10 to 2,000 workers)", fontsize=10)
     axes[1].set_title(f"{LINE_WORKERS} full workers, the rest waits", fontsize=10)
     axes[0].set_ylim(bottom=0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    write_plot(figure, path)
 
 
 def main(output: Path = Path("docs/results")) -> None:
-    """Run everything; write ``controller_scale.json`` and ``controller_scale.png``."""
+    """Run everything; write ``controller_scale.json`` and ``controller_scale.png``.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    check_plots()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True
     ) as progress:

@@ -34,7 +34,8 @@ from deepinfer.deploy.bench.handoff_peers import (
     running_redis,
     running_store,
 )
-from deepinfer.deploy.bench.results import check_plots, write_result
+from deepinfer.deploy.bench.plots import axes_in_a_row, check_plots, write_plot
+from deepinfer.deploy.bench.results import write_result
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.kvstore.core.manifest import GROUP_BYTES
 
@@ -301,14 +302,9 @@ def _verdicts(found: list[dict[str, Any]]) -> list[str]:
 
 def plot(figures: dict[str, Any], path: Path) -> None:
     """Draw the rates over the payload's size, and put and get of the largest one."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     results = figures["results"]
     names = [name for name in NAMES if any(name in result["peers"] for result in results)]
-    figure, (rates, parts) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (rates, parts) = axes_in_a_row(2, (11, 4))
     for name in names:
         points = [
             (result["payload_bytes"] / 1e6, result["peers"][name]["gb_per_s"])
@@ -341,6 +337,4 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     parts.legend(fontsize=8)
     for axis in (rates, parts):
         axis.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    write_plot(figure, path)

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deepinfer.client import AsyncClient, Delta, Event, Notice
 from deepinfer.deploy.bench import jitter_report
+from deepinfer.deploy.bench.plots import check_plots
 from deepinfer.deploy.bench.prompts import make_prompts, read_text
-from deepinfer.deploy.bench.results import check_plots, write_result
+from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.bench.steps import counted
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, ConfigError, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
@@ -123,19 +124,8 @@ def run_jitter(
     check_plots()
     words = read_text(text)
     path = get_model(model, console=console)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        task = progress.add_task("starting", total=load.rounds * len(POOLS))
-
-        def tell(doing: str) -> None:
-            progress.update(task, description=doing)
-
-        runs, blocks = measure(path, load, words, tell, lambda: progress.advance(task))
+    with counted(console, load.rounds * len(POOLS)) as steps:
+        runs, blocks = measure(path, load, words, steps.tell, steps.advance)
     figures = jitter_report.figures(load, blocks, runs)
     write_result(output / "jitter.json", command_of(model, load, text), figures)
     jitter_report.plot(figures, runs, output / "jitter.png")

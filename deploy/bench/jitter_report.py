@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from deepinfer.deploy.bench.plots import axes_in_a_row, write_plot
 from deepinfer.deploy.bench.results import percentile
 
 if TYPE_CHECKING:
@@ -113,12 +114,7 @@ def plot(
     found: dict[str, Any], runs: Mapping[str, Sequence[Sequence[StreamRun]]], path: Path
 ) -> None:
     """How intervals are distributed, and what each swapped stream's stall was made of."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (spread, stalls) = pyplot.subplots(1, 2, figsize=(12, 4.2))
+    figure, (spread, stalls) = axes_in_a_row(2, (12, 4.2))
     every = {
         pool: [interval for one in rounds for run in one for interval in run.intervals]
         for pool, rounds in runs.items()
@@ -160,6 +156,4 @@ def plot(
         f"{found['streams']} streams of {found['max_tokens']} tokens, {found['kv_cache_dtype']} "
         f"KV: pools of {found['pool_blocks']['roomy']} and {found['pool_blocks']['pressed']} blocks"
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    write_plot(figure, path)

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from deepinfer.client import AsyncClient
+from deepinfer.deploy.bench.plots import axes_in_a_row, check_plots, write_plot
 from deepinfer.deploy.bench.prompts import make_prompts
-from deepinfer.deploy.bench.results import check_plots, write_result
+from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.bench.steps import counted
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, ConfigError
 from deepinfer.deploy.generate import get_model
@@ -55,12 +56,9 @@ def run_memory(*, model: str, workers: int, output: Path, console: Console) -> N
         raise ConfigError("bench memory reads /proc/PID/smaps_rollup, which this system lacks")
     check_plots()
     path = get_model(model, console=console)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console
-    ) as progress:
-        task = progress.add_task("starting", total=len(MOMENTS))
+    with counted(console, len(MOMENTS)) as steps:
         config = ClusterConfig(model=str(path), workers=workers, max_cache=MAX_CACHE, port=0)
-        found = measure(path, config, lambda: progress.advance(task))
+        found = measure(path, config, steps.advance)
     figures = {
         "workers": workers,
         "max_cache": MAX_CACHE,
@@ -198,13 +196,8 @@ def _table(found: Mapping[str, Mapping[str, Usage]]) -> Table:
 
 
 def _plot(found: Mapping[str, Mapping[str, Usage]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(found[MOMENTS[-1]])[::-1]
-    figure, axis = pyplot.subplots(figsize=(9, 0.5 + 0.42 * len(names)))
+    figure, axis = axes_in_a_row(1, (9, 0.5 + 0.42 * len(names)))
     height = 0.27
     for place, (label, size) in enumerate(
         (
@@ -221,6 +214,4 @@ def _plot(found: Mapping[str, Mapping[str, Usage]], path: Path) -> None:
     axis.legend()
     axis.grid(axis="x", alpha=0.3)
     axis.set_title("An idle cluster after a short load")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    write_plot(figure, path)

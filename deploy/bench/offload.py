@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from deepinfer.client import AsyncClient, Choice, Delta, Event
-from deepinfer.deploy.bench.results import check_plots, write_result
+from deepinfer.deploy.bench.plots import axes_in_a_row, check_plots, write_plot
+from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
@@ -235,12 +236,7 @@ def _table(results: dict[str, list[Round]]) -> Table:
 
 
 def _plot(results: dict[str, list[Round]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (copies, stalls) = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure, (copies, stalls) = axes_in_a_row(2, (10, 4))
     names = list(results)
     summaries = [_summary(results[name]) for name in names]
     places = range(len(names))
@@ -270,6 +266,4 @@ def _plot(results: dict[str, list[Round]], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
     figure.suptitle("One forced swap a round: 3 blocks, two requests that need 3 each")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    write_plot(figure, path)

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from deepinfer.deploy.bench.plots import check_plots
 from deepinfer.deploy.bench.prompts import read_text
 from deepinfer.deploy.bench.quality_report import Window, figures_of, plot, spread, table
-from deepinfer.deploy.bench.results import check_plots, write_result
+from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.bench.steps import counted
 from deepinfer.deploy.config import ConfigError, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
 
@@ -98,18 +99,12 @@ def run_quality(
         raise ConfigError("transformers is not installed: pip install 'deepinfer-cluster[bench]'")
     words = read_text(text or SONNETS)
     path = get_model(model, console=console)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        steps = (plan.windows + 1) * (1 + len(plan.dtypes))
-        task = progress.add_task("loading", total=steps)
+    total = (plan.windows + 1) * (1 + len(plan.dtypes))
+    with counted(console, total, "loading") as steps:
 
         def advance(doing: str, done: int = 1) -> None:
-            progress.update(task, description=doing, advance=done)
+            steps.tell(doing)
+            steps.advance(done)
 
         figures = _measure(path, plan, words, advance)
     named = "" if text is None else f" --text {text}"

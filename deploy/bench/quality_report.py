@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from deepinfer.deploy.bench.plots import axes_in_a_row, write_plot
 from deepinfer.deploy.bench.results import percentile
 
 
@@ -86,11 +87,6 @@ def table(figures: dict[str, Any]) -> Table:
 
 def plot(figures: dict[str, Any], path: Path) -> None:
     """Draw divergence, change of perplexity, and agreement of each dtype."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     results = {name: one for name, one in figures["results"].items() if name != "fp32"}
     names = list(results)
     tokens = figures["greedy"]["answer_tokens"]
@@ -105,7 +101,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         ("positions with another top token, %", column("top_token_agreement", -100.0, 1.0), "log"),
         (f"greedy tokens alike, of {tokens}", column("greedy_tokens_alike", 1.0), "linear"),
     )
-    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.6), layout="constrained")
+    figure, axes = axes_in_a_row(4, (14, 3.6))
     for axis, (title, (means, errors), scale) in zip(axes, panels, strict=True):
         axis.bar(names, means, yerr=[abs(error) for error in errors], capsize=3)
         axis.set_title(title, fontsize=10)
@@ -118,6 +114,4 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         "bars: mean and standard error",
         fontsize=10,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    write_plot(figure, path)

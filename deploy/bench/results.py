@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -12,8 +11,6 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from deepinfer.deploy.config import ConfigError
 
 _PACKAGES = ("deepinfer-cluster", "torch", "ray", "grpcio", "protobuf", "numpy", "transformers")
 
@@ -35,16 +32,6 @@ def write_result(path: Path, command: str, figures: dict[str, Any]) -> None:
     scratch = path.with_suffix(".json.part")
     scratch.write_text(json.dumps(provenance(command) | figures, indent=1) + "\n", encoding="utf-8")
     scratch.replace(path)
-
-
-def check_plots() -> None:
-    """Make sure, before a bench begins, that its plot can be drawn at the end.
-
-    Raises:
-        ConfigError: matplotlib is not installed; says how to get it.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed: pip install 'deepinfer-cluster[bench]'")
 
 
 def percentile(values: list[float], q: float) -> float:

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deepinfer.client import AsyncClient, Choice, Delta, Finished
 from deepinfer.deploy.bench import streams_report
 from deepinfer.deploy.bench.crowd import Footprint, Orders
-from deepinfer.deploy.bench.results import check_plots, write_result
+from deepinfer.deploy.bench.plots import check_plots
+from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.bench.steps import counted
 from deepinfer.deploy.bench.streams_report import (
     BLOCK_SIZE,
     PHASES,
@@ -82,26 +83,17 @@ def run_streams(*, model: str, load: Load, output: Path, console: Console) -> bo
         port=0,
     )
     done: list[Phase] = []
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        task = progress.add_task("starting", total=load.rounds * len(PHASES))
-
-        def tell(text: str) -> None:
-            progress.update(task, description=text)
-
-        with Cluster(config, say=tell) as cluster:
-            tell("warming up")  # a cluster that has just started is still busy with that
-            asyncio.run(measure_phase(cluster, replace(load, tokens=WARM_UP_TOKENS), "alone"))
-            for _ in range(load.rounds):
-                for name in PHASES:
-                    tell(name)
-                    done.append(asyncio.run(measure_phase(cluster, load, name)))
-                    progress.advance(task)
+    with (
+        counted(console, load.rounds * len(PHASES)) as steps,
+        Cluster(config, say=steps.tell) as cluster,
+    ):
+        steps.tell("warming up")  # a cluster that has just started is still busy with that
+        asyncio.run(measure_phase(cluster, replace(load, tokens=WARM_UP_TOKENS), "alone"))
+        for _ in range(load.rounds):
+            for name in PHASES:
+                steps.tell(name)
+                done.append(asyncio.run(measure_phase(cluster, load, name)))
+                steps.advance()
     figures = streams_report.summary(load, done)
     command = (
         f"deepinfer bench streams --model {model} --streams {load.streams} "

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from deepinfer.deploy.bench.crowd import Footprint
+from deepinfer.deploy.bench.plots import axes_in_a_row, write_plot
 from deepinfer.deploy.bench.results import percentile
 from deepinfer.deploy.status import mib
 
@@ -168,12 +169,7 @@ def table(figures: dict[str, Any]) -> Table:
 
 def plot(figures: dict[str, Any], done: list[Phase], path: Path) -> None:
     """Shares of intervals below each length, by phase; and the gateway's memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(2, 1))
+    figure, (times, memory) = axes_in_a_row(2, (10, 4), width_ratios=(2, 1))
     for name in PHASES:
         values = sorted(ms for p in done if p.name == name for ms in p.intervals_ms)
         times.plot(values, [(i + 1) / len(values) for i in range(len(values))], label=name)
@@ -192,6 +188,4 @@ def plot(figures: dict[str, Any], done: list[Phase], path: Path) -> None:
         f"{figures['streams']} waiting streams: "
         f"{gateway['bytes_per_stream'] / 1024:.1f} KiB of the gateway each"
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    write_plot(figure, path)
