@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
+from importlib.util import find_spec
 from pathlib import Path
-
-from grpc._cython import cygrpc
 
 from deepinfer.controller.service import SERVER_OPTIONS as CONTROLLER_OPTIONS
 from deepinfer.gateway.service import SERVER_OPTIONS as GATEWAY_OPTIONS
@@ -23,7 +22,10 @@ def options(source: str) -> set[str]:
 
 
 def test_every_option_is_one_of_the_librarys(repo_root: Path) -> None:
-    library = Path(cygrpc.__file__).read_bytes()
+    spec = find_spec("grpc._cython.cygrpc")
+    assert spec is not None
+    assert spec.origin is not None
+    library = Path(spec.origin).read_bytes()
     folders = [repo_root / link.name for link in (repo_root / "src/deepinfer").iterdir()]
     named = {
         option: path.relative_to(repo_root)
