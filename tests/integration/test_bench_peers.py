@@ -14,7 +14,7 @@ from deepinfer.deploy.errors import LaunchError
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import Decoder
-from deepinfer.workers.model.weights import random_model
+from support.memory_weights import random_model
 from support.tiny_model import write_tiny_llama
 
 pytest.importorskip("transformers")

@@ -20,10 +20,9 @@ from deepinfer.workers.model.decoder import Decoder
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.weights import (
     CheckpointError,
-    MemoryWeights,
     open_model,
-    random_model,
 )
+from support.memory_weights import MemoryWeights, random_model
 
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -28,8 +28,8 @@ from deepinfer.workers.model.weights import (
     CheckpointError,
     LoadedModel,
     expected_shapes,
-    random_model,
 )
+from support.memory_weights import random_model
 
 Kind: TypeAlias = gguf.GGMLQuantizationType
 Metadata = Callable[[gguf.GGUFWriter], None]

@@ -18,8 +18,8 @@ from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import Decoder
 from deepinfer.workers.model.runner import ModelRunner, SequenceSlice
-from deepinfer.workers.model.weights import random_model
 from deepinfer.workers.pool import PagedPool
+from support.memory_weights import random_model
 
 DTYPES = ("fp16", "int8", "fp8", "fp8_e5m2", "k16v8")
 BLOCK_SIZE = 8

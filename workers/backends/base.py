@@ -68,11 +68,6 @@ class Linear(Protocol):
         """Width of the output."""
         ...
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes the weight occupies on the device."""
-        ...
-
 
 class Backend(Protocol):
     """One device's arithmetic. All tensors live on ``device``; activations are float32.

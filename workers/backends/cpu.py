@@ -62,12 +62,6 @@ class CpuLinear:
             torch.ops.mkldnn._reorder_linear_weight(weight, ROW_MULTIPLES[0]) if packed else weight
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weight and bias."""
-        biases = 0 if self._bias is None else self.out_features
-        return 4 * (self.in_features * self.out_features + biases)
-
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in_features]`` to ``[rows, out_features]``, rows as given."""
         if self._packed:

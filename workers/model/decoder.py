@@ -100,7 +100,6 @@ class Decoder:
                 trim_heap()
         trim_heap()
         self.norm = _vector(weights, "model.norm.weight", backend)
-        self.embedding_bytes = weights.raw(EMBEDDING).nbytes
         self.rope = RopeTable(config, backend.device)
 
     def linears(self) -> list[Linear]:
@@ -111,10 +110,6 @@ class Decoder:
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
         ]
         return [*packed, self.head]
-
-    def weight_bytes(self) -> int:
-        """Bytes of all weights that are computed with, the embedding as it is stored."""
-        return self.embedding_bytes + sum(linear.nbytes for linear in self.linears())
 
     def kv_layout(self, dtype: KvDtype, block_size: int) -> KvLayout:
         """The layout of a pool for this model."""

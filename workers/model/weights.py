@@ -62,34 +62,6 @@ class WeightSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryWeights:
-    """A ``WeightSource`` over tensors in memory (tests and random models)."""
-
-    tensors: Mapping[str, Tensor]
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor."""
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        """One tensor. Raises CheckpointError when it is not there."""
-        if name not in self.tensors:
-            raise CheckpointError(f"tensor {name} is missing")
-        return self.tensors[name]
-
-    def raw(self, name: str) -> memoryview:
-        """The bytes of one tensor."""
-        return self.read(name).contiguous().flatten().view(torch.uint8).numpy().data
-
-    def rows(self, name: str) -> RowLookup:
-        """Rows of one matrix by their number, as float32."""
-        return row_lookup(self.read(name))
-
-    def release(self) -> None:
-        """Nothing to give back: the tensors are the memory."""
-
-
 class CountedWeights:
     """A ``WeightSource`` that tells ``progress`` what was read of the tensors in ``wanted``."""
 
@@ -235,20 +207,3 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
-
-
-def random_model(config: ModelConfig, seed: int) -> LoadedModel:
-    """A model of ``config`` with random weights: float32, scaled so that activations stay near 1.
-
-    Deterministic in ``config`` and ``seed``. For tests and for trying a cluster without weights.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in expected_shapes(config).items():
-        if "norm" in name:
-            tensors[name] = 1.0 + 0.1 * torch.randn(shape, generator=generator)
-        elif name.endswith("bias"):
-            tensors[name] = 0.2 * torch.randn(shape, generator=generator)
-        else:
-            tensors[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-    return open_model(config, MemoryWeights(tensors))
