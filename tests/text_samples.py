@@ -62,10 +62,15 @@ def write_gguf(path: Path, *, without: tuple[str, ...] = (), **changes: object) 
         "chat_template": CHATML,
     }
     entries |= changes
-    writer = gguf.GGUFWriter(path, "llama")
+    return write_metadata(path, {n: value for n, value in entries.items() if n not in without})
+
+
+def write_metadata(
+    path: Path, entries: Mapping[str, object], *, architecture: str = "llama"
+) -> Path:
+    """Write a GGUF file without tensors, of entries by their last word; None leaves one out."""
+    writer = gguf.GGUFWriter(path, architecture)
     for name, value in entries.items():
-        if name in without:
-            continue
         key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
         match value:
             case bool():
@@ -76,6 +81,8 @@ def write_gguf(path: Path, *, without: tuple[str, ...] = (), **changes: object) 
                 writer.add_string(key, value)
             case list():
                 writer.add_array(key, value)
+            case None:
+                pass
             case _:
                 raise TypeError(f"{name}: {value!r}")
     writer.write_header_to_file()

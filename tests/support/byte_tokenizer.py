@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+VOCAB_SIZE = 259
+"""The bytes, and the three below."""
+EOS = 258
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -24,11 +27,10 @@ def write_byte_tokenizer(folder: Path) -> Path:
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True) for t in ("<|start|>", "<|end|>", "<|eos|>")]
     )
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|eos|>", "chat_template": _CHAT_TEMPLATE})
     )
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": tokenizer.token_to_id("<|eos|>")})
-    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     return folder

@@ -11,12 +11,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
+from support.byte_tokenizer import EOS, VOCAB_SIZE, write_byte_tokenizer
 
 
 def write_tiny_llama(
@@ -30,22 +26,7 @@ def write_tiny_llama(
     context: int = 512,
 ) -> Path:
     """Write config, weights (float32) and tokenizer files to ``folder``; returns it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True) for t in ("<|start|>", "<|end|>", "<|eos|>")]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    vocab_size = tokenizer.get_vocab_size()
-    eos = tokenizer.token_to_id("<|eos|>")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|eos|>", "chat_template": _CHAT_TEMPLATE})
-    )
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    write_byte_tokenizer(folder)
     head_dim = hidden // heads
     inner = 2 * hidden
     (folder / "config.json").write_text(
@@ -53,7 +34,7 @@ def write_tiny_llama(
             {
                 "architectures": ["LlamaForCausalLM"],
                 "model_type": "llama",
-                "vocab_size": vocab_size,
+                "vocab_size": VOCAB_SIZE,
                 "hidden_size": hidden,
                 "intermediate_size": inner,
                 "num_hidden_layers": layers,
@@ -67,7 +48,7 @@ def write_tiny_llama(
                 "tie_word_embeddings": False,
                 "attention_bias": False,
                 "mlp_bias": False,
-                "eos_token_id": eos,
+                "eos_token_id": EOS,
                 "torch_dtype": "float32",
             }
         )
@@ -79,12 +60,12 @@ def write_tiny_llama(
 
     # Wide projections make attention sharp, so that the answer wanders instead of repeating.
     tensors = {
-        "model.embed_tokens.weight": normal(vocab_size, hidden, 1.0),
+        "model.embed_tokens.weight": normal(VOCAB_SIZE, hidden, 1.0),
         "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": normal(vocab_size, hidden, 0.5),
+        "lm_head.weight": normal(VOCAB_SIZE, hidden, 0.5),
     }
     # An end that comes by chance would cut tests short: make it as unlikely as can be.
-    tensors["lm_head.weight"][eos] = 0.0
+    tensors["lm_head.weight"][EOS] = 0.0
     for i in range(layers):
         name = f"model.layers.{i}"
         tensors |= {

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from deepinfer.text.errors import TokenizerError
 from deepinfer.text.load import load_tokenizer
 from deepinfer.text.tokenizer import Tokenizer
-from text_samples import CORPUS, sentencepiece_spec, write_folder
+from text_samples import CORPUS, sentencepiece_spec, write_folder, write_metadata
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 
@@ -38,25 +37,8 @@ def parts(spec: dict[str, Any]) -> dict[str, Any]:
 def write_pieces(
     path: Path, spec: dict[str, Any], *, architecture: str = "llama", **changes: Any
 ) -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
     entries = {"model": "llama", "bos_token_id": 1, "eos_token_id": 2, **parts(spec), **changes}
-    for name, value in entries.items():
-        key = f"tokenizer.ggml.{name}"
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
-            case None:
-                pass
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+    return write_metadata(path, entries, architecture=architecture)
 
 
 @pytest.fixture(scope="module")
