@@ -18,6 +18,7 @@ from typing import Any
 
 from deepinfer.client import Accepted, AsyncClient, AsyncStream, DeepInferError
 from deepinfer.client.core.config import ClientConfig
+from deepinfer.deploy.bench.procfs import number
 
 PATIENCE_MS = 120_000
 """For the first word of a stream: all are opened at once, and one of them is the last."""
@@ -49,13 +50,11 @@ class Footprint:
         Raises:
             OSError: there is no such process, or it is another user's.
         """
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        )
+        status = Path(f"/proc/{pid}/status").read_text()
         return cls(
-            rss_bytes=int(status["VmRSS"].split()[0]) * 1024,
+            rss_bytes=1024 * number(status, "VmRSS"),
             fds=len(os.listdir(f"/proc/{pid}/fd")),
-            threads=int(status["Threads"]),
+            threads=number(status, "Threads"),
         )
 
 

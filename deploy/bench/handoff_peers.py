@@ -270,26 +270,28 @@ async def running_ray(payload_bytes_max: int) -> AsyncIterator[RayPeer]:
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `deepinfer up` does, and Ray by itself
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with interrupts.held():  # a Ray that is half started leaves processes behind
-        import ray
-
-        if ray.is_initialized():
-            raise ConfigError("this process already uses Ray: stop that first (ray.shutdown())")
-        context: Any = ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            object_store_memory=2 * payload_bytes_max + RAY_SPARE_BYTES,
-            _node_ip_address="127.0.0.1",
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+    context: Any = None
     try:
+        with interrupts.held():  # a Ray that is half started leaves processes behind
+            import ray
+
+            if ray.is_initialized():
+                raise ConfigError("this process already uses Ray: stop that first (ray.shutdown())")
+            context = ray.init(
+                address="local",
+                num_cpus=1,
+                include_dashboard=False,
+                object_store_memory=2 * payload_bytes_max + RAY_SPARE_BYTES,
+                _node_ip_address="127.0.0.1",
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
         yield RayPeer()
-    finally:
-        ray.shutdown()
-        if folder := context.address_info.get("session_dir"):
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    finally:  # also for a signal that was held back
+        if context is not None:
+            ray.shutdown()
+            if folder := context.address_info.get("session_dir"):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 # ---- Redis --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from deepinfer.client import AsyncClient
 from deepinfer.deploy.bench.plots import axes_in_a_row, check_plots, write_plot
+from deepinfer.deploy.bench.procfs import number
 from deepinfer.deploy.bench.prompts import make_prompts
 from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.bench.steps import counted
@@ -127,7 +127,7 @@ def descendants(root: int) -> list[int]:
     parents: dict[int, int] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and (status := _read(entry / "status")):
-            parents[int(entry.name)] = int(_field(status, "PPid"))
+            parents[int(entry.name)] = number(status, "PPid")
     below: list[int] = []
     level = [root]
     while level:
@@ -142,9 +142,9 @@ def usage_of(pid: int) -> Usage | None:
     if not status or not rollup or "VmHWM" not in status:
         return None
     return Usage(
-        peak_rss_bytes=1024 * int(_field(status, "VmHWM")),
-        rss_bytes=1024 * int(_field(status, "VmRSS")),
-        pss_bytes=1024 * int(_field(rollup, "Pss")),
+        peak_rss_bytes=1024 * number(status, "VmHWM"),
+        rss_bytes=1024 * number(status, "VmRSS"),
+        pss_bytes=1024 * number(rollup, "Pss"),
     )
 
 
@@ -153,12 +153,6 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
-
-
-def _field(text: str, name: str) -> str:
-    match = re.search(rf"^{name}:\s*(\d+)", text, re.M)
-    assert match is not None, f"/proc names no {name}"
-    return match[1]
 
 
 def _command(pid: int) -> str:
