@@ -17,7 +17,7 @@ from deepinfer.client.core.events import Fail
 from deepinfer.client.core.failures import failure_of
 from deepinfer.client.driver import Driver
 from deepinfer.client.errors import ClientClosed, ResourceExhausted, Unavailable, Untrusted
-from deepinfer.client.request import Message, Options, Prompt, build_request
+from deepinfer.client.request import Message, Options, Prompt, build_request, check_messages
 from deepinfer.client.results import Completion, Model
 from deepinfer.client.stream import AsyncStream
 from deepinfer.client.tls import TlsOptions, advice, handshake_failed
@@ -87,6 +87,7 @@ class AsyncClient:
 
     async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Completion:
         """Send messages and wait for the answer; see ``stream``."""
+        check_messages(messages)
         return await self.generate(messages, **options)
 
     async def status(self) -> dict[str, Any]:

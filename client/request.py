@@ -97,6 +97,12 @@ def build_request(prompt: Prompt, options: Options) -> inference_pb2.GenerateReq
     return request
 
 
+def check_messages(messages: Any) -> None:
+    """Raises InvalidRequest for what is no list of messages: it would be served as a text."""
+    if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+        raise _invalid("messages", messages, "a list of messages, each of role and content")
+
+
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
         _set(request, "text", prompt)
@@ -109,19 +115,19 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Any) -> None:
             if set(message) != {"role", "content"}:
                 raise _invalid(f"messages[{position}]", dict(message), "of role and content")
             added = request.chat.messages.add()
-            _set(added, "role", message["role"])
-            _set(added, "content", message["content"])
+            _set(added, "role", message["role"], at=f"messages[{position}].")
+            _set(added, "content", message["content"], at=f"messages[{position}].")
         return
     request.tokenized.SetInParent()
     _extend(request.tokenized.input_ids, "prompt", prompt)
 
 
-def _set(message: Any, name: str, value: object) -> None:
+def _set(message: Any, name: str, value: object, *, at: str = "") -> None:
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
         kind = message.DESCRIPTOR.fields_by_name[name].type
-        raise _invalid(name, value, _KINDS[kind]) from error
+        raise _invalid(f"{at}{name}", value, _KINDS[kind]) from error
 
 
 def _extend(repeated: Any, name: str, values: Any) -> None:

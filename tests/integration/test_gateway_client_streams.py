@@ -237,6 +237,8 @@ def test_bad_prompts(live: Live) -> None:
             ):
                 with pytest.raises(InvalidRequest, match=words):
                     await client.generate(prompt)
+            with pytest.raises(InvalidRequest, match=r"messages = 'hello': must be a list of"):
+                await client.chat("hello")  # type: ignore[arg-type]
             with pytest.raises(ModelNotFound, match="'bytes' is"):
                 await client.generate("x", model="another")
 
@@ -246,7 +248,7 @@ def test_bad_prompts(live: Live) -> None:
 def test_no_one_gets_in_without_the_token(live: Live) -> None:
     async def test(world: World) -> None:
         async with world.client(token="wrong") as client:
-            with pytest.raises(Unauthenticated):
+            with pytest.raises(Unauthenticated, match="token is not this cluster's"):
                 await client.generate("x")
             with pytest.raises(Unauthenticated):
                 await client.status()

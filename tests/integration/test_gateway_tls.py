@@ -273,6 +273,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         (lambda: AsyncClient("grpc://h:1", token="t", tls=True), "without TLS, and tls was asked"),
         (lambda: AsyncClient("https://h:1", token="t"), "must be host:port, grpc://"),
         (lambda: AsyncClient("grpcs://", token="t"), "must be host:port, grpc://"),
+        (lambda: AsyncClient("h:1", token="read from a file\n"), r"token: .* needs \.strip"),
         (lambda: AsyncClient("localhost", token="t"), "must be host:port, grpc://"),
         (lambda: AsyncClient("grpcs://h:port", token="t"), "must be host:port, grpc://"),
     ):

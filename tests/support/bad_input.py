@@ -104,7 +104,7 @@ BAD: tuple[Bad, ...] = (
     ),
     Bad(
         prompt=[{"role": "user", "content": SURROGATE}],
-        names="content",
+        names="messages[0].content",
         says="must be Unicode text",
     ),
     Bad(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import signal
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from deepinfer.deploy.bench.handoff import SIZES_MB, Timings, required, summary
-from deepinfer.deploy.bench.handoff_peers import find_redis
+from deepinfer.deploy.bench.handoff_peers import find_redis, running_ray
 from deepinfer.deploy.config import ConfigError
+from deepinfer.deploy.interrupts import stop_signals
 
 
 def test_a_rate_is_bytes_by_the_median_of_put_and_get_together() -> None:
@@ -91,3 +96,31 @@ def test_redis_is_found_on_the_path_or_by_name(
         assert "no redis-server on PATH" in str(find_redis(None))
     with pytest.raises(ConfigError, match=r"redis_server = .*nowhere"):
         find_redis(tmp_path / "nowhere")
+
+
+def test_ctrl_c_while_ray_starts_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, done = tmp_path / "session", []
+
+    def init(**_: object) -> SimpleNamespace:
+        session.mkdir()
+        signal.raise_signal(signal.SIGINT)
+        return SimpleNamespace(address_info={"session_dir": str(session)})
+
+    fake = ModuleType("ray")
+    fake.__dict__.update(
+        init=init, is_initialized=lambda: False, shutdown=lambda: done.append("shutdown")
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    for name, value in (("RAY_AUTH_MODE", "token"), ("RAY_USAGE_STATS_ENABLED", "0")):
+        monkeypatch.setenv(name, value)
+
+    async def start() -> None:
+        async with running_ray(1):
+            done.append("ran")
+
+    with stop_signals(), pytest.raises(KeyboardInterrupt):
+        asyncio.run(start())
+    assert done == ["shutdown"]
+    assert not session.exists()
