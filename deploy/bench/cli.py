@@ -11,17 +11,27 @@ from deepinfer.deploy.console import out, plain_errors
 
 bench = typer.Typer(no_args_is_help=True, help="Experiments; each writes JSON and a plot.")
 
+Model = Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")]
+Rounds = Annotated[int, typer.Option(min=1, max=1000)]
+PromptTokens = Annotated[
+    int, typer.Option(min=1, help="Mean length of a prompt; they are of unlike length.")
+]
+AnswerTokens = Annotated[int, typer.Option(min=2, help="Tokens of every answer.")]
+PromptText = Annotated[
+    Path | None, typer.Option(help="UTF-8 file to make prompts of; default: ours.")
+]
+Output = Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")]
+RESULTS = Path("docs/results")
+
 
 @bench.command("offload")
 def bench_offload(
-    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    model: Model = "demo",
     kv_cache_dtype: Annotated[
         list[str] | None, typer.Option(help="May be repeated; default: all four.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 5,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    rounds: Rounds = 5,
+    output: Output = RESULTS,
 ) -> None:
     """Force one swap a round: a pool of exactly 3 blocks, two requests that need 3 each."""
     with plain_errors():
@@ -39,9 +49,7 @@ def bench_offload(
 
 @bench.command("controller")
 def bench_controller(
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    output: Output = RESULTS,
 ) -> None:
     """The controller's core alone: events a second, and how the cost grows."""
     with plain_errors():
@@ -52,24 +60,18 @@ def bench_controller(
 
 @bench.command("concurrency")
 def bench_concurrency(
-    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    model: Model = "demo",
     levels: Annotated[str, typer.Option(help="Numbers of streams, by commas.")] = "1,2,4,8",
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Mean length of a prompt; they are of unlike length.")
-    ] = 64,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 32,
+    prompt_tokens: PromptTokens = 64,
+    max_tokens: AnswerTokens = 32,
     kv_cache_dtype: Annotated[
         list[str] | None, typer.Option(help="May be repeated; default: fp16.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 3,
+    rounds: Rounds = 3,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads of everybody.")] = 1,
     peers: Annotated[bool, typer.Option(help="Measure transformers in the same run.")] = True,
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 file to make prompts of; default: ours.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    text: PromptText = None,
+    output: Output = RESULTS,
 ) -> None:
     """Speed by the number of streams, beside the bare engine loop and transformers."""
     with plain_errors():
@@ -89,24 +91,18 @@ def bench_concurrency(
 
 @bench.command("jitter")
 def bench_jitter(
-    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    model: Model = "demo",
     streams: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 8,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Mean length of a prompt; they are of unlike length.")
-    ] = 64,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 2,
+    prompt_tokens: PromptTokens = 64,
+    max_tokens: AnswerTokens = 64,
+    rounds: Rounds = 2,
     share: Annotated[
         float, typer.Option(help="The small pool, as a share of what all streams need at once.")
     ] = 0.55,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads of the worker.")] = 1,
     kv_cache_dtype: Annotated[str, typer.Option(help="The pools' dtype.")] = "fp16",
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 file to make prompts of; default: ours.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    text: PromptText = None,
+    output: Output = RESULTS,
 ) -> None:
     """Times between tokens, without swaps and with them."""
     with plain_errors():
@@ -133,13 +129,11 @@ def bench_handoff(
             min=0.01, max=4096, help="Payload in MB (10^6 bytes). May be repeated; default: four."
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 9,
+    rounds: Rounds = 9,
     redis_server: Annotated[
         Path | None, typer.Option(help="Redis's server program; default: the one on PATH.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    output: Output = RESULTS,
 ) -> None:
     """KV through the store's two paths, beside memcpy, Ray's object store and Redis."""
     with plain_errors():
@@ -156,11 +150,9 @@ def bench_handoff(
 
 @bench.command("memory")
 def bench_memory(
-    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    model: Model = "demo",
     workers: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 2,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    output: Output = RESULTS,
 ) -> None:
     """Memory of every process of an idle cluster, after its start and after a short load."""
     with plain_errors():
@@ -171,16 +163,14 @@ def bench_memory(
 
 @bench.command("streams")
 def bench_streams(
-    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    model: Model = "demo",
     streams: Annotated[int, typer.Option(min=1, max=100_000, help="How many wait.")] = 1_000,
     processes: Annotated[int, typer.Option(min=1, max=16, help="That open them.")] = 1,
     tokens: Annotated[
         int, typer.Option(min=16, max=100_000, help="Of the request that is measured.")
     ] = 144,
-    rounds: Annotated[int, typer.Option(min=1, max=1000)] = 2,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    rounds: Rounds = 2,
+    output: Output = RESULTS,
 ) -> None:
     """Very many streams at one gateway: memory a stream, and whether they slow another one."""
     with plain_errors():
@@ -194,7 +184,7 @@ def bench_streams(
 
 @bench.command("quality")
 def bench_quality(
-    model: Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")] = "demo",
+    model: Model = "demo",
     kv_cache_dtype: Annotated[
         list[str] | None, typer.Option(help="May be repeated; default: all five.")
     ] = None,
@@ -209,9 +199,7 @@ def bench_quality(
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 file to score; default: Shakespeare's sonnets.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path(
-        "docs/results"
-    ),
+    output: Output = RESULTS,
 ) -> None:
     """Perplexity, divergence and greedy agreement of each KV dtype beside float32."""
     with plain_errors():
