@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from deepinfer.kvstore import wire
@@ -44,6 +44,8 @@ class FrameSocket:
         self._fds: deque[int] = deque()
         self._sending = asyncio.Lock()
         self._waiting: list[asyncio.Future[None]] = []
+        self._reading = False
+        self._readable: asyncio.Future[None] | None = None
         self._closed = False
 
     async def send(self, frame: dict[str, object], fds: Sequence[int] = ()) -> None:
@@ -61,31 +63,38 @@ class FrameSocket:
                         self.sock.shutdown(socket.SHUT_RDWR)
                 raise
 
+    def send_hint(self, frame: dict[str, object]) -> None:
+        """Send one short frame if that can be done at once; nobody must need it."""
+        body = wire.pack(frame)
+        if self._closed or self._sending.locked():
+            return
+        with contextlib.suppress(OSError):  # no room now; or whoever reads hears of it
+            if self.sock.send(_HEAD.pack(len(body)) + body) < _HEAD.size + len(body):
+                self.sock.shutdown(socket.SHUT_RDWR)  # half a frame: nothing can follow it
+
     async def _send_some(self, data: memoryview, fds: Sequence[int]) -> int:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        loop = asyncio.get_running_loop()
         while True:
             try:
                 return self.sock.sendmsg([data], rights)
             except BlockingIOError:
-                await self._ready(loop.add_writer, loop.remove_writer)
+                await self._until_writable()
 
     async def receive(self) -> tuple[dict[str, Any], list[int]] | None:
         """The next frame and its descriptors, which are the caller's now; None at the end.
 
         Raises FrameError for what is not a frame, OSError when the connection breaks.
         """
-        loop = asyncio.get_running_loop()
         while True:
             frame = self._take()
             if frame is not None:
                 return frame
+            await self._until_readable()
             try:
                 data, ancillary, flags, _ = self.sock.recvmsg(
                     _READ_BYTES, socket.CMSG_SPACE(_FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                await self._ready(loop.add_reader, loop.remove_reader)
                 continue
             for level, kind, packed in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -119,24 +128,50 @@ class FrameSocket:
             raise FrameError(f"{count!r} descriptors announced, {len(self._fds)} came")
         return frame, [self._fds.popleft() for _ in range(count)]
 
-    async def _ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
-        if self._closed:
-            raise ConnectionAbortedError("closed here")
-        fd = self.sock.fileno()
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _until_readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = self._wait_for(loop)
+        self._readable = ready
+        if not self._reading:
+            # It stays from one frame to the next: most come when somebody waits for them.
+            loop.add_reader(self.sock.fileno(), self._wake_reader, loop)
+            self._reading = True
+        try:
+            await ready
+        finally:
+            self._waiting.remove(ready)
+            self._readable = None
+
+    def _wake_reader(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._readable is None or self._readable.done():
+            # Nobody is there to take it yet, and the loop would ask again and again.
+            loop.remove_reader(self.sock.fileno())
+            self._reading = False
+        else:
+            self._readable.set_result(None)
+
+    async def _until_writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = self._wait_for(loop)
 
         def wake() -> None:
             if not ready.done():
                 ready.set_result(None)
 
-        add(fd, wake)
-        self._waiting.append(ready)
+        loop.add_writer(self.sock.fileno(), wake)
         try:
             await ready
         finally:
             self._waiting.remove(ready)
             if not self._closed:
-                remove(fd)
+                loop.remove_writer(self.sock.fileno())
+
+    def _wait_for(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        if self._closed:
+            raise ConnectionAbortedError("closed here")
+        ready: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(ready)
+        return ready
 
     def close(self) -> None:
         """Close the socket and whatever descriptors nobody took; who waits gets an OSError."""

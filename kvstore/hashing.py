@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
 from dataclasses import replace
+from typing import NamedTuple
 
 import xxhash
 
@@ -11,12 +12,19 @@ from deepinfer.kvstore import wire
 from deepinfer.kvstore.core.manifest import Manifest, to_dict
 
 
+class Groups(NamedTuple):
+    """How a payload is cut for hashing: as much of its manifest as a hasher has to know."""
+
+    payload_bytes: int
+    group_bytes: int
+
+
 class GroupHasher:
     """Hashes a payload group by group; pieces may end anywhere."""
 
     __slots__ = ("_group", "_group_bytes", "_left", "_payload_bytes", "hashed_bytes", "hashes")
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest | Groups) -> None:
         self.hashes: list[int] = []
         self.hashed_bytes = 0
         self._payload_bytes = manifest.payload_bytes
@@ -41,8 +49,10 @@ class GroupHasher:
     def fill_in(self, manifest: Manifest) -> Manifest:
         """The manifest with what was hashed; every byte must have passed."""
         assert self.hashed_bytes == self._payload_bytes, (self.hashed_bytes, self._payload_bytes)
-        hashed = replace(manifest, group_hashes=tuple(self.hashes))
-        return replace(hashed, payload_hash=payload_hash(hashed))
+        hashes = tuple(self.hashes)
+        return replace(
+            manifest, group_hashes=hashes, payload_hash=payload_hash(manifest, group_hashes=hashes)
+        )
 
     def agrees(self, manifest: Manifest) -> bool:
         """Whether every whole group so far is what the manifest says."""
@@ -57,20 +67,53 @@ class GroupHasher:
         )
 
 
-def payload_hash(manifest: Manifest) -> int:
-    """``payload_hash`` as it should be, given the rest of the manifest."""
+class Follower:
+    """Hashes a payload behind its writer, in pages that the writer still fills.
+
+    Every byte is hashed once, after the writer has said that it is written. If it was not, or
+    changes later, the hash is another than the manifest's: it is the writer's own loss.
+    """
+
+    __slots__ = ("_hasher", "_run", "_runs", "groups")
+
+    def __init__(self, runs: list[memoryview], groups: Groups) -> None:
+        self.groups = groups
+        self._hasher = GroupHasher(groups)
+        self._runs = runs
+        self._run = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes still to be hashed."""
+        return self.groups.payload_bytes - self._hasher.hashed_bytes
+
+    def follow(self, bytes_max: int) -> None:
+        """Hash the next bytes, at most as many as are left."""
+        while bytes_max:
+            piece = self._runs[0][self._run : self._run + bytes_max]
+            self._hasher.update(piece)
+            bytes_max -= len(piece)
+            self._run += len(piece)
+            if self._run == len(self._runs[0]):
+                self._runs.pop(0)
+                self._run = 0
+
+    def matches(self, manifest: Manifest) -> bool:
+        """Hash what is left; whether all of it is what the manifest says."""
+        if self.groups != (manifest.payload_bytes, manifest.group_bytes):
+            return False
+        self.follow(self.left_bytes)
+        return self._hasher.matches(manifest)
+
+
+def payload_hash(manifest: Manifest, *, group_hashes: tuple[int, ...] | None = None) -> int:
+    """``payload_hash`` as it should be, given the rest of the manifest.
+
+    ``group_hashes`` takes the place of the manifest's own: to check a manifest twice over costs
+    more than to hash it.
+    """
     rest = to_dict(manifest)
     del rest["payload_hash"]
+    if group_hashes is not None:
+        rest["group_hashes"] = struct.pack(f"<{len(group_hashes)}Q", *group_hashes)
     return xxhash.xxh3_64_intdigest(wire.pack(rest))
-
-
-def matches(manifest: Manifest, pieces: Iterable[memoryview]) -> bool:
-    """Whether the pieces, in order, are exactly the payload that the manifest describes."""
-    hasher = GroupHasher(manifest)
-    for piece in pieces:
-        if hasher.hashed_bytes + len(piece) > manifest.payload_bytes:
-            return False
-        hasher.update(piece)
-        if not hasher.agrees(manifest):
-            return False
-    return hasher.matches(manifest)

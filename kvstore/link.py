@@ -9,19 +9,19 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from deepinfer.kvstore import wire
-from deepinfer.kvstore.copying import SpreadWriter, byte_views, copy
+from deepinfer.kvstore.copying import SpreadWriter, byte_views, copy, split
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreReply, StoreStatus
 from deepinfer.kvstore.frames import FrameSocket
-from deepinfer.kvstore.hashing import GroupHasher
+from deepinfer.kvstore.hashing import GroupHasher, Groups, payload_hash
 from deepinfer.kvstore.host_pool import PageMap, Slab
 from deepinfer.kvstore.local import VERSION
 
@@ -42,6 +42,13 @@ _log = logging.getLogger(__name__)
 STEP_BYTES = 2 << 20
 """A copy can be stopped between steps of about this length. Not much less: from about 1 MiB on the
 C library writes around the processor's cache, which halves what a long copy takes."""
+WRITTEN_BYTES = 4 << 20
+"""A writer tells the store how far it has come after about as much."""
+SPLIT_BYTES = 2 << 20
+"""What comes out of the store is copied in two threads when each gets this much or more."""
+INLINE_BYTES = 1 << 20
+"""Up to here what lies in host memory is copied and hashed in the event loop, in about 0.1 ms: to
+hand it to a thread and back takes the loop as long."""
 _T = TypeVar("_T")
 
 
@@ -66,18 +73,27 @@ async def in_thread(executor: Executor, stop: threading.Event, work: Callable[[]
     """Run ``work`` in a thread and never leave while it runs: when cancelled, stop it first.
 
     A copy that nobody waits for would go on writing into pages that are someone else's by then.
+    ``run_in_executor`` and ``shield`` would do, at two more turns of the loop.
     """
-    future = asyncio.get_running_loop().run_in_executor(executor, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        stop.set()
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()  # seen; the cancellation is what the caller hears
-        raise
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    job = executor.submit(work)
+    job.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+    cancelled: asyncio.CancelledError | None = None
+    while not job.done():
+        try:
+            await waiter
+        except asyncio.CancelledError as error:
+            stop.set()
+            cancelled, waiter = error, loop.create_future()
+    if cancelled is not None:
+        raise cancelled  # whatever became of the work
+    return job.result()
 
 
 class LocalLink:
@@ -103,6 +119,7 @@ class LocalLink:
         self.alive = True
         self.unacknowledged: list[PutId] = []
         """Puts whose writer has stopped and whose store could not be told."""
+        self._giving_back: set[asyncio.Task[None]] = set()
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -141,7 +158,7 @@ class LocalLink:
     async def close(self) -> None:
         """Hang up and unmap; copies under way are stopped and waited for."""
         self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        await asyncio.gather(self._reading, *self._giving_back, return_exceptions=True)
         await self._unmapped.wait()
 
     # ---- payloads ----
@@ -165,8 +182,17 @@ class LocalLink:
         stop = self._stops[put]
         self._copies += 1
         try:
+            loop = asyncio.get_running_loop()
+
+            def written(count: int) -> None:
+                said: dict[str, object] = {"op": "written", "put": [*put], "bytes": count}
+                said["group_bytes"] = draft.group_bytes
+                loop.call_soon_threadsafe(self._frames.send_hint, said)
+
             manifest = await in_thread(
-                self._executor, stop, lambda: self._write(granted["pages"], draft, source, stop)
+                self._executor,
+                stop,
+                lambda: self._write(granted["pages"], draft, source, stop, written),
             )
         except BaseException as error:
             self._copy_done(put)
@@ -210,11 +236,14 @@ class LocalLink:
             if buffers is None:
                 return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
             views = byte_views("into", buffers, manifest.payload_bytes)
-            good = await in_thread(
-                self._executor,
-                stop,
-                lambda: self._copy_out(granted["pages"], manifest, views, stop),
-            )
+            if manifest.payload_bytes <= INLINE_BYTES:
+                good = self._copy_out(granted["pages"], manifest, views, stop)
+            else:
+                good = await in_thread(
+                    self._executor,
+                    stop,
+                    lambda: self._copy_out(granted["pages"], manifest, views, stop),
+                )
         except ManifestError as error:
             return Outcome(StoreStatus.BAD_PAYLOAD, None, str(error))
         finally:
@@ -228,9 +257,15 @@ class LocalLink:
     # ---- in a thread ----
 
     def _write(
-        self, pages: list[int], draft: Manifest, source: Source, stop: threading.Event
+        self,
+        pages: list[int],
+        draft: Manifest,
+        source: Source,
+        stop: threading.Event,
+        written: Callable[[int], None],
     ) -> Manifest:
         hasher = GroupHasher(draft)
+        said = 0
         if callable(source):
             block = 0
             step = fill_step(draft)
@@ -242,12 +277,14 @@ class LocalLink:
                     source(block, buffer)
                     hasher.update(buffer)
                     block += len(buffer) // draft.block_bytes
+                    said = _tell(written, said, hasher.hashed_bytes, draft.payload_bytes)
             return hasher.fill_in(draft)
         for page, view in zip(pages, source, strict=True):
             if stop.is_set():
                 raise Stopped
             copy(self._map.page(page), view)
             hasher.update(view)
+            said = _tell(written, said, hasher.hashed_bytes, draft.payload_bytes)
         return hasher.fill_in(draft)
 
     def _copy_out(
@@ -257,16 +294,53 @@ class LocalLink:
         views: Sequence[memoryview],
         stop: threading.Event,
     ) -> bool:
-        writer, hasher = SpreadWriter(views), GroupHasher(manifest)
+        """Copy and check; a long payload's second half in another thread, if one is free."""
+        hashes, size = manifest.group_hashes, manifest.payload_bytes
+        if payload_hash(manifest) != manifest.payload_hash:
+            return False
+        if size < 2 * SPLIT_BYTES:
+            return self._copy_groups(pages, manifest, hashes, views, stop)
+        groups = -(-len(hashes) // 2)
+        blocks = groups * manifest.group_blocks
+        before, behind = split(views, blocks * manifest.block_bytes)
+        other = self._executor.submit(
+            self._copy_groups, pages[blocks:], manifest, hashes[groups:], behind, stop
+        )
+        try:
+            good = self._copy_groups(pages[:blocks], manifest, hashes[:groups], before, stop)
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            untouched = other.cancel()
+            if not untouched:
+                wait([other])
+        if untouched:
+            return good and self._copy_groups(
+                pages[blocks:], manifest, hashes[groups:], behind, stop
+            )
+        return other.result() and good
+
+    def _copy_groups(
+        self,
+        pages: list[int],
+        manifest: Manifest,
+        hashes: tuple[int, ...],
+        views: Sequence[memoryview],
+        stop: threading.Event,
+    ) -> bool:
+        """Copy those groups of the manifest whose hashes are given, and check them."""
+        size = sum(len(view) for view in views)
+        writer, hasher = SpreadWriter(views), GroupHasher(Groups(size, manifest.group_bytes))
         for run in self._map.runs(pages):
             for begin in range(0, len(run), STEP_BYTES):
                 if stop.is_set():
                     raise Stopped
                 for part in writer.write(run[begin : begin + STEP_BYTES]):
                     hasher.update(part)
-                if not hasher.agrees(manifest):
+                if tuple(hasher.hashes) != hashes[: len(hasher.hashes)]:
                     return False
-        return hasher.matches(manifest)
+        return tuple(hasher.hashes) == hashes
 
     def _adopt(self, fd: int) -> None:
         slab = Slab.adopt(fd, self._slab_bytes)
@@ -332,7 +406,7 @@ class LocalLink:
                     case "slab" if len(fds) == 1:
                         await loop.run_in_executor(self._executor, self._adopt, fds.pop())
                     case "granted" | "finished" | "committed":
-                        await self._answered(frame)
+                        self._answered(frame)
                     case "revoke":
                         put = wire.put_from_list(frame.get("put"))
                         if put in self._stops:
@@ -351,10 +425,13 @@ class LocalLink:
             self._frames.close()
             self._unmap_if_idle()
 
-    async def _answered(self, frame: dict[str, Any]) -> None:
+    def _answered(self, frame: dict[str, Any]) -> None:
         answer = self._calls.get(frame.get("call", 0))
         if answer is None or answer.done():
-            await self._give_back(frame)
+            # In a task: a store that does not read before it is read from would wait for ever.
+            task = asyncio.create_task(self._give_back(frame))
+            self._giving_back.add(task)
+            task.add_done_callback(self._giving_back.discard)
             return
         if frame.get("hold") is not None and "manifest" not in frame:
             # Now, not when the caller wakes up: a revoke may be the very next frame.
@@ -385,3 +462,11 @@ class LocalLink:
         if self._copies == 0 and not self._unmapped.is_set():
             self._unmap_all()
             self._unmapped.set()
+
+
+def _tell(written: Callable[[int], None], said: int, count: int, total: int) -> int:
+    """Say that ``count`` bytes are written, if that is enough news; return what was said last."""
+    if count - said < WRITTEN_BYTES or count == total:  # the end is ``finish_put``'s to say
+        return said
+    written(count)
+    return count

@@ -3,8 +3,8 @@
 Over the Unix socket go only words and, once each, the slabs' descriptors:
 
 ================  =============================================================================
-worker -> store   ``hello``; ``begin_put``, ``finish_put``, ``abort_put``, ``commit``;
-                  ``begin_get``, ``end_get``
+worker -> store   ``hello``; ``begin_put``, ``written``, ``finish_put``, ``abort_put``,
+                  ``commit``; ``begin_get``, ``end_get``
 store -> worker   ``welcome``; ``slab`` (before the first grant of its pages); ``granted``,
                   ``finished``, ``committed``; ``revoke``: stop writing, then say ``abort_put``
 ================  =============================================================================
@@ -13,6 +13,10 @@ A worker that was granted pages may write into them until it says otherwise or i
 whatever became of the ticket or of this connection: so only ``finish_put``, ``abort_put`` and the
 process's own end (its pidfd) give them back. Who is at the other end is the kernel's word
 (SO_PEERCRED), not the worker's: it must be the same user, and two processes cannot be one writer.
+
+``written`` says how far a writer has come: the store hashes behind it rather than all of it at the
+end. It may be left out, and what it says is not believed: what has another hash than
+``finish_put`` names is refused.
 """
 
 from __future__ import annotations
@@ -41,14 +45,24 @@ from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerId, WorkerRef
 from deepinfer.kvstore.core.manifest import ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.frames import FrameError, FrameSocket
-from deepinfer.kvstore.runtime import StoreRuntime
+from deepinfer.kvstore.hashing import Follower, Groups
+from deepinfer.kvstore.runtime import VERIFY_INLINE_BYTES, StoreRuntime
 
 _log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 _HELLO_S = 5.0
 _SO_PEERPIDFD = 77  # Linux 6.5; Python's socket module does not name it yet
 _UCRED = struct.Struct("3i")
+
+
+class _Put:
+    """One put under way."""
+
+    def __init__(self, grant: PutGrant) -> None:
+        self.grant = grant
+        self.follower: Follower | None = None
+        """From the first ``written`` on."""
 
 
 class _Peer:
@@ -58,7 +72,7 @@ class _Peer:
         self.ref = ref
         self.pid = pid
         self.pidfd = pidfd
-        self.puts: dict[PutId, PutGrant] = {}
+        self.puts: dict[PutId, _Put] = {}
 
 
 class _Connection:
@@ -122,7 +136,7 @@ class LocalServer:
                     frame, fds = received
                     for fd in fds:  # none are expected
                         os.close(fd)
-                    self._handle(connection, frame)
+                    await self._handle(connection, frame)
         except (OSError, TimeoutError, wire.WireError) as error:
             _log.warning("a same-node connection ends: %r", error)
         finally:
@@ -198,8 +212,11 @@ class LocalServer:
 
     # ---- what it wants ----
 
-    def _handle(self, connection: _Connection, frame: dict[str, Any]) -> None:
-        """Act on one frame; what has to wait goes on in a task. Raises WireError."""
+    async def _handle(self, connection: _Connection, frame: dict[str, Any]) -> None:
+        """Act on one frame; what has to wait for more than its answer's way out goes on in a task.
+
+        Raises WireError; OSError when the answer does not get out.
+        """
         match frame["op"]:
             case "begin_put":
                 ticket = wire.ticket_from_list(frame.get("ticket"))
@@ -207,26 +224,35 @@ class LocalServer:
                 body = BeginPut(
                     ticket, connection.peer.ref, size, True, self._runtime.core.incarnation
                 )
-                self._spawn(connection, partial(self._begin_put, connection, call, body))
+                if self._runtime.mapped:
+                    await self._begin_put(connection, call, body)
+                else:
+                    self._spawn(connection, partial(self._begin_put, connection, call, body))
+            case "written":
+                self._written(connection.peer, frame)
             case "finish_put":
                 put = wire.put_from_list(frame.get("put"))
                 raw = frame.get("manifest")
                 if type(raw) is not bytes:
                     raise wire.WireError("manifest", type(raw).__name__, "bytes")
                 call = _count(frame, "call")
-                self._spawn(connection, partial(self._finish_put, connection, call, put, raw))
+                found = connection.peer.puts.pop(put, None)
+                finish = partial(self._finish_put, connection, call, found, raw)
+                if found is None or self._left_bytes(found) <= VERIFY_INLINE_BYTES:
+                    await finish()
+                else:
+                    self._spawn(connection, finish)
             case "abort_put":
                 put = wire.put_from_list(frame.get("put"))
                 if connection.peer.puts.pop(put, None) is not None:
                     self._runtime.abort_put(put)
             case "commit":
                 ticket, call = wire.ticket_from_list(frame.get("ticket")), _count(frame, "call")
-                self._spawn(connection, partial(self._commit, connection, call, ticket))
+                await self._commit(connection, call, ticket)
             case "begin_get":
                 ticket = wire.ticket_from_list(frame.get("ticket"))
                 call = _count(frame, "call")
-                body_get = BeginGet(ticket)
-                self._spawn(connection, partial(self._begin_get, connection, call, body_get))
+                await self._begin_get(connection, call, BeginGet(ticket))
             case "end_get":
                 read = wire.read_from_list(frame.get("read"))
                 if read in connection.reads:
@@ -263,7 +289,7 @@ class LocalServer:
         grant = await self._runtime.begin_put(body, revoke)
         if grant.put is not None:
             # From the moment the pages' numbers are on their way they are the writer's.
-            peer.puts[grant.put] = grant
+            peer.puts[grant.put] = _Put(grant)
         try:
             await self._send_slabs(connection)
             await connection.frames.send(
@@ -283,29 +309,56 @@ class LocalServer:
         if revoked and grant.put is not None:
             await connection.frames.send({"op": "revoke", "put": [*grant.put]})
 
-    async def _finish_put(self, connection: _Connection, call: int, put: PutId, raw: bytes) -> None:
-        grant = connection.peer.puts.pop(put, None)
-        if grant is None:
+    def _written(self, peer: _Peer, frame: dict[str, Any]) -> None:
+        put = peer.puts.get(wire.put_from_list(frame.get("put")))
+        written, group = _count(frame, "bytes"), _count(frame, "group_bytes")
+        if put is None:  # revoked, or given up meanwhile
+            return
+        if put.follower is None:
+            if not group > 0:
+                raise wire.WireError("group_bytes", group, "1 or more")
+            put.follower = self._follow(put.grant, group)
+        done = put.follower.groups.payload_bytes - put.follower.left_bytes
+        if put.follower.groups.group_bytes != group or written > done + put.follower.left_bytes:
+            raise wire.WireError("written", (written, group), f"{put.follower.groups}")
+        put.follower.follow(min(max(0, written - done), VERIFY_INLINE_BYTES))
+
+    def _follow(self, grant: PutGrant, group_bytes: int) -> Follower:
+        runs = list(self._runtime.pool.runs(grant.pages))
+        return Follower(runs, Groups(sum(map(len, runs)), group_bytes))
+
+    def _left_bytes(self, put: _Put) -> int:
+        if put.follower is None:
+            return len(put.grant.pages) * self._runtime.pool.page_bytes
+        return put.follower.left_bytes
+
+    async def _finish_put(
+        self, connection: _Connection, call: int, put: _Put | None, raw: bytes
+    ) -> None:
+        if put is None:
             status, detail = StoreStatus.NOT_YOURS, "no such put"
         else:
+            assert put.grant.put is not None
             try:
-                status, detail = await self._check_put(grant, raw)
+                status, detail = await self._check_put(put, raw)
             except BaseException:
-                self._runtime.abort_put(put)  # its writer has said that it is through
+                self._runtime.abort_put(put.grant.put)  # its writer has said that it is through
                 raise
         await connection.frames.send(
             {"op": "finished", "call": call, "status": status.value, "detail": detail}
         )
 
-    async def _check_put(self, grant: PutGrant, raw: bytes) -> tuple[StoreStatus, str]:
-        size = sum(map(len, self._runtime.pool.runs(grant.pages)))
+    async def _check_put(self, put: _Put, raw: bytes) -> tuple[StoreStatus, str]:
+        grant = put.grant
         try:
             manifest = wire.manifest_from_bytes(raw)
         except ManifestError as error:
             assert grant.put is not None
             self._runtime.abort_put(grant.put)
             return StoreStatus.BAD_PAYLOAD, str(error)
-        good = await self._runtime.verify(manifest, grant.pages)
+        follower = put.follower or self._follow(grant, manifest.group_bytes)
+        size = follower.groups.payload_bytes
+        good = await self._runtime.verify(manifest, follower)
         detail = "" if good else "length or hash differs from the manifest's"
         return self._runtime.finish_put(grant, manifest, size, good).status, detail
 

@@ -177,16 +177,19 @@ class StoreRuntime:
 
     # ---- the memory ----
 
-    async def verify(self, manifest: Manifest, pages: tuple[int, ...]) -> bool:
-        """Whether the pages hold what the manifest says, as this process sees them now."""
-        runs = list(self.pool.runs(pages))
-        if manifest.payload_bytes <= VERIFY_INLINE_BYTES:
-            return hashing.matches(manifest, runs)
+    @property
+    def mapped(self) -> bool:
+        """Whether every page in use lies in a mapped slab: a put has not to wait for its own."""
+        return self.pool.pages_mapped >= self.core.pages_touched
+
+    async def verify(self, manifest: Manifest, follower: hashing.Follower) -> bool:
+        """Whether the put's pages hold what the manifest says, as this process sees them."""
+        if follower.left_bytes <= VERIFY_INLINE_BYTES:
+            return follower.matches(manifest)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, hashing.matches, manifest, runs)
+        return await loop.run_in_executor(self._threads, follower.matches, manifest)
 
     async def _grow(self) -> None:
-        pages = self.core.pages_touched
-        if self.pool.pages_mapped < pages:
+        if not self.mapped:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, self.pool.grow_to, pages)
+            await loop.run_in_executor(self._threads, self.pool.grow_to, self.core.pages_touched)

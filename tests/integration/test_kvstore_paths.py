@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from deepinfer.kvstore import link
 from deepinfer.kvstore.client import Path, StoreClient
 from deepinfer.kvstore.core.config import StoreConfig
 from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
@@ -311,8 +312,9 @@ def test_an_old_controller_is_refused() -> None:
     asyncio.run(main())
 
 
-def test_a_reader_that_is_slow_keeps_its_pages() -> None:
+def test_a_reader_that_is_slow_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The payload is released and its room wanted after the pages were lent, before the copy."""
+    monkeypatch.setattr(link, "INLINE_BYTES", 0)  # as a longer payload's: copied in a thread
 
     async def main() -> None:
         async with running_store(budget_bytes=4 * PAGE) as store:

@@ -8,13 +8,14 @@ import platform
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from deepinfer.kvstore.copying import SpreadWriter, byte_views, chunks
 from deepinfer.kvstore.core.pages import PagePool
-from deepinfer.kvstore.hashing import GroupHasher, matches
+from deepinfer.kvstore.hashing import Follower, GroupHasher, Groups
 from deepinfer.kvstore.host_pool import HostPool, PageMap, Slab
 from kvstore_kit import draft, payload, ticket
 
@@ -117,11 +118,42 @@ def test_hashes_do_not_depend_on_how_the_payload_is_cut(seed: int) -> None:
         rest = rest[count:]
     full = whole.fill_in(manifest)
     assert cut.fill_in(manifest) == full
-    assert matches(full, blocks)
-    assert not matches(full, blocks[::-1])
-    assert not matches(full, blocks[:-1])
-    assert not matches(full, [*blocks, memoryview(b"x")])
-    assert not matches(manifest, blocks)
+    assert full != manifest
+
+
+def follower_of(blocks: list[memoryview], group_bytes: int) -> Follower:
+    return Follower(list(blocks), Groups(sum(map(len, blocks)), group_bytes))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_follower_hashes_every_byte_once_however_its_writer_goes_on(seed: int) -> None:
+    rng = random.Random(seed)
+    blocks = payload(seed, 7, block_bytes=64)
+    hasher = GroupHasher(draft(ticket(1), 7, block_bytes=64))
+    hasher.update(memoryview(b"".join(blocks)))
+    full = hasher.fill_in(draft(ticket(1), 7, block_bytes=64))
+    follower = follower_of(blocks, full.group_bytes)
+    for _ in range(rng.randint(0, 9)):
+        left = follower.left_bytes
+        count = rng.randint(0, left)
+        follower.follow(count)
+        assert follower.left_bytes == left - count
+    assert follower.matches(full)
+    assert follower.left_bytes == 0
+    for others in (blocks[::-1], blocks[:-1], [*blocks, memoryview(bytes(64))]):
+        assert not follower_of(others, full.group_bytes).matches(full)
+    assert not follower_of(blocks, full.group_bytes + 64).matches(full)
+    assert not follower_of(blocks, full.group_bytes).matches(replace(full, token_ids=(1,) * 9))
+
+
+def test_what_is_written_behind_a_follower_has_another_hash() -> None:
+    data = bytearray(b"".join(payload(1, 7, block_bytes=64)))
+    hasher = GroupHasher(draft(ticket(1), 7, block_bytes=64))
+    follower = follower_of([memoryview(data)], draft(ticket(1), 7, block_bytes=64).group_bytes)
+    follower.follow(100)
+    data[99] ^= 1
+    hasher.update(memoryview(data))
+    assert not follower.matches(hasher.fill_in(draft(ticket(1), 7, block_bytes=64)))
 
 
 FAULTS_OF_FRESH_CHUNKS = """
