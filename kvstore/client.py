@@ -27,9 +27,10 @@ from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.heap import keep_freed_buffers
-from deepinfer.kvstore.link import Fill, Into, LocalLink, OnMap, Outcome, Source
+from deepinfer.kvstore.link import LocalLink
 from deepinfer.kvstore.remote import RemoteLink
 from deepinfer.kvstore.service import CHANNEL_OPTIONS
+from deepinfer.kvstore.transfers import Fill, Into, OnMap, Outcome, Source
 from deepinfer.proto import kvstore_pb2 as pb
 from deepinfer.proto import kvstore_pb2_grpc
 from deepinfer.proto.bearer import bearer

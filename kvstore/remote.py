@@ -22,8 +22,8 @@ from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.hashing import GroupHasher
-from deepinfer.kvstore.link import Into, Outcome, Source, Stopped, fill_step, in_thread
 from deepinfer.kvstore.service import CHUNK_BYTES, SERVICE
+from deepinfer.kvstore.transfers import Into, Outcome, Source, Stopped, fill_step, in_thread
 from deepinfer.proto import kvstore_pb2 as pb
 from deepinfer.proto.bearer import Metadata
 

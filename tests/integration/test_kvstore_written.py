@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer.kvstore import link, local, wire
+from deepinfer.kvstore import link, local, transfers, wire
 from deepinfer.kvstore.core.config import StoreConfig
 from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import StoreStatus as S
@@ -181,7 +181,7 @@ def test_the_store_hashes_behind_a_client_that_still_writes(
 ) -> None:
     """Its copy waits at the last block until the store has hashed all those before it."""
     monkeypatch.setattr(link, "WRITTEN_BYTES", BLOCK)
-    monkeypatch.setattr(link, "STEP_BYTES", BLOCK)
+    monkeypatch.setattr(transfers, "STEP_BYTES", BLOCK)
     hashed, enough, left_at_finish = 0, threading.Event(), []
     follow, matches = Follower.follow, Follower.matches
 
