@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer.deploy.bench.cli import bench
+from deepinfer.deploy.bench.cli import bench, result_folder
 from deepinfer.deploy.console import err, out, plain_errors, standard_input
 from deepinfer.deploy.interrupts import ending, exit_code, stop_signals
 
@@ -46,6 +46,13 @@ KV_DTYPES = ("auto", "fp16", "int8", "fp8", "fp8_e5m2", "k16v8")
 def one_of(*values: str) -> Callable[[str], list[str]]:
     """What a shell completes an option's value from."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def result_file(context: typer.Context, path: Path | None) -> Path | None:
+    """See that the file's folder can be written, before anything is measured."""
+    if path is not None:
+        result_folder(context, path.parent)
+    return path
 
 
 def endpoints_here(incomplete: str) -> list[str]:
@@ -310,7 +317,8 @@ def demo(
         str, typer.Option(help="KV dtype of the pools.", autocompletion=one_of(*KV_DTYPES))
     ] = "auto",
     output: Annotated[
-        Path | None, typer.Option(help="Also write the table as JSON to this file.")
+        Path | None,
+        typer.Option(help="Also write the table as JSON to this file.", callback=result_file),
     ] = None,
 ) -> None:
     """Local cluster, real model, pools too small on purpose: watch requests swap out and back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,23 @@ AnswerTokens = Annotated[int, typer.Option(min=2, help="Tokens of every answer."
 PromptText = Annotated[
     Path | None, typer.Option(help="UTF-8 file to make prompts of; default: ours.")
 ]
-Output = Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")]
+
+
+def result_folder(context: typer.Context, folder: Path) -> Path:
+    """Make the folder, so that what cannot be written is told before it is measured."""
+    if not context.resilient_parsing:  # of a command line that is being completed
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise typer.BadParameter(f"{folder} cannot be written: {error}") from error
+    return folder
+
+
+Output = Annotated[
+    Path, typer.Option(help="Folder for the JSON and the plot.", callback=result_folder)
+]
 RESULTS = Path("docs/results")
 
 

@@ -106,6 +106,16 @@ def test_a_refused_model_leaves_one_line(tmp_path: Path) -> None:
     assert shown.getvalue() == ""
 
 
+@pytest.mark.parametrize("command", ["bench offload", "bench controller", "demo"])
+def test_what_cannot_be_written_is_told_before_it_is_measured(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    output = tmp_path / "file" / "below"
+    result = CliRunner().invoke(app, [*command.split(), "--output", str(output)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Invalid value for '--output'" in result.stderr
+    assert "cannot be written" in " ".join(result.stderr.split())
+
+
 def test_ctrl_c_before_a_command_has_begun_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
