@@ -64,7 +64,10 @@ class Cluster:
         try:
             self._start()
         except BaseException as error:
-            self._stop(keep_logs=isinstance(error, Exception))
+            with interrupts.ignored():
+                if self.ray.up:
+                    self.say("stopping")
+                self._stop(keep_logs=isinstance(error, Exception))
             raise
         return self
 

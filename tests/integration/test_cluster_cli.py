@@ -456,7 +456,10 @@ def test_it_stops_at_any_moment(
         for number in signals:
             one.send(number)
         assert one.end() == 0
-        assert "Traceback" not in one.log.read_text()
+        log = one.log.read_text()
+        assert "Traceback" not in log
+        if said in ("starting controller", "waiting for", "Ctrl-C stops"):
+            assert log.splitlines()[-1] == "stopping"
         home.assert_no_process()
 
 
