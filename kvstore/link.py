@@ -39,8 +39,9 @@ _log = logging.getLogger(__name__)
 
 WRITTEN_BYTES = 4 << 20
 """A writer tells the store how far it has come after about as much."""
-SPLIT_BYTES = 2 << 20
-"""What comes out of the store is copied in two threads when each gets this much or more."""
+SPLIT_BYTES = 8 << 20
+"""What comes out of the store is copied in two threads when each gets this much or more; with less,
+to start the second takes what it saves."""
 INLINE_BYTES = 1 << 20
 """Up to here what lies in host memory is copied and hashed in the event loop, in about 0.1 ms: to
 hand it to a thread and back takes the loop as long."""
