@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,6 +144,7 @@ def _bar_class(progress: Callable[[int], None]) -> type[Any]:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     most = 0  # bytes received and bytes written have a bar each
+    lock = threading.Lock()  # the library fetches in several threads; progress never goes back
 
     class Bar(tqdm):  # type: ignore[misc]
         """Counts what is measured in bytes."""
@@ -153,10 +155,11 @@ def _bar_class(progress: Callable[[int], None]) -> type[Any]:
 
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal most
-            self.n += n or 0
-            if self._in_bytes and self.n > most:
-                most = int(self.n)
-                progress(most)
+            with lock:
+                self.n += n or 0
+                if self._in_bytes and self.n > most:
+                    most = int(self.n)
+                    progress(most)
             return None
 
     return Bar

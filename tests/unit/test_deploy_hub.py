@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer.deploy.hub import Choice, HubName, choose, fetch
-from deepinfer.deploy.hub_library import HubError, Library
+from deepinfer.deploy.hub_library import HubError, Library, _bar_class
 from deepinfer.deploy.hub_process import Downloads
 from deepinfer.deploy.models import ModelUnavailableError, check_model, resolve_model
 from support.fake_hub import OLD_SHA, SHA, FakeHub, serving
@@ -217,6 +218,31 @@ def test_a_hub_out_of_reach_says_what_to_do(tmp_path: Path) -> None:
         fetch(NAME, environment=environment | {"HF_HUB_OFFLINE": "1"})
 
 
+def test_progress_never_goes_back() -> None:
+    seen: list[int] = []
+    other = threading.Thread(target=lambda: bar.update(1))
+
+    def progress(done: int) -> None:
+        if done == 10:
+            other.start()
+            other.join(0.2)  # it has to wait for this one
+        seen.append(done)
+
+    bar = _bar_class(progress)(unit="B")
+    bar.update(10)
+    other.join()
+    assert seen == [10, 11]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where these tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_a_download_that_hangs(hub: FakeHub, environment: dict[str, str]) -> None:
     hub.stall = lambda: os.kill(os.getpid(), signal.SIGINT)
     downloads = Downloads(Library.of("org/name", None, environment))
