@@ -414,6 +414,7 @@ def _check_terminals(home: Home) -> None:
         chat.wait_for("> ")
         chat.type("/stats\n")
         chat.wait_for("no answer yet")
+        chat.wait_for("> ")  # before it, Ctrl-D would reach a terminal that is not yet asking
         chat.type("\x04")
         assert chat.end() == 0
     with Terminal(home, "top", "--interval", "0.2") as top:
