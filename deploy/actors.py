@@ -240,7 +240,6 @@ class Actors:
             LaunchError: one did not come up; says why, if it has said so.
         """
         import ray
-        from ray.exceptions import RayError
 
         deadline = time.monotonic() + START_TIMEOUT_S
         addresses: dict[str, str] = {}
@@ -253,38 +252,51 @@ class Actors:
         read: dict[str, int] = {}
         while waiting:
             say(f"waiting for {', '.join(waiting.values())}")
+            # Two waits: in one, for the first of many, the worker that answers how far it is again
+            # and again was seen to keep those that had come up from ever being told.
+            ready, _ = ray.wait([*waiting], num_returns=len(waiting), timeout=POLL_S)
+            interrupts.check()
+            for answer in ready:
+                name = waiting.pop(answer)
+                said = self._answer(name, answer, session)
+                if name.startswith("worker-"):
+                    # Once more, for one that loads faster than it is asked.
+                    last = self.handles[name].load_progress.remote()
+                    loading(name, *self._answer(name, last, session))
+                else:
+                    addresses[name] = said
             for name in waiting.values():
                 if name.startswith("worker-") and name not in asked.values():
                     asked[self.handles[name].load_progress.remote()] = name
-            done, _ = ray.wait([*waiting, *asked], num_returns=1, timeout=POLL_S)
-            interrupts.check()
-            ready = [answer for answer in done if answer in waiting]
-            for answer in done:
-                name = asked.pop(answer, "") or waiting.pop(answer)
-                try:
-                    said = ray.get(answer)
-                    if name.startswith("worker-") and not isinstance(said, tuple):
-                        # Once more, for one that loads faster than it is asked.
-                        loading(name, *ray.get(self.handles[name].load_progress.remote()))
-                except RayError as error:
-                    where = f" (logs in {session}/logs)" if session else ""
-                    raise LaunchError(
-                        f"{name} did not come up: {cause_of(error)}{where}"
-                    ) from error
-                if not isinstance(said, tuple):
-                    addresses[name] = said
-                elif said[1]:
-                    loading(name, *said)
-                    if said[0] > read.get(name, 0):  # a large model takes as long as it takes
-                        read[name] = said[0]
-                        deadline = time.monotonic() + START_TIMEOUT_S
-            if done and not ready:
-                time.sleep(POLL_S)
+            told, _ = ray.wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
+            for answer in told:
+                name = asked.pop(answer)
+                bytes_read, bytes_total = self._answer(name, answer, session)
+                if bytes_total:
+                    loading(name, bytes_read, bytes_total)
+                if bytes_read > read.get(name, 0):  # a large model takes as long as it takes
+                    read[name] = bytes_read
+                    deadline = time.monotonic() + START_TIMEOUT_S
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(waiting.values())
                 raise LaunchError(f"{names} did not come up in {START_TIMEOUT_S:g} s")
         self._await_reports(deadline)
         return tuple(addresses[f"gateway-{i}"] for i in range(self.config.gateways))
+
+    def _answer(self, name: str, answer: Any, session: Path | None) -> Any:
+        """What an actor said.
+
+        Raises:
+            LaunchError: it could not start.
+        """
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            return ray.get(answer)
+        except RayError as error:
+            where = f" (logs in {session}/logs)" if session else ""
+            raise LaunchError(f"{name} did not come up: {cause_of(error)}{where}") from error
 
     def await_metrics(self) -> str | None:
         """Wait until ``/metrics`` is served; return where, host:port, or None if nowhere.
