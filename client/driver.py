@@ -86,6 +86,7 @@ class Driver:
     ) -> None:
         self._channels = channels
         self._request = request
+        self._config = config
         self._ended = ended
         choices = request.sampling_params.n if request.sampling_params.HasField("n") else 1
         choices = min(max(1, choices), CHOICES_MAX)  # any other n is refused by the gateway
@@ -97,6 +98,8 @@ class Driver:
         self._finished: dict[int, results.Choice] = {}
         self._accepted: inference_pb2.Accepted | None = None
         self._reconnects = 0
+        self._retrying = False
+        """Whether the caller has been told that no endpoint answers."""
         self._raw = inference_pb2.GenerateResponse()
         self._call_error: grpc.aio.AioRpcError | None = None
         self._closed: Counter[str] = Counter()
@@ -180,6 +183,19 @@ class Driver:
                     self._finish(None)
                 case Fail():
                     self._finish(self._error_of(effect))
+        self._tell_of_retries()
+
+    def _tell_of_retries(self) -> None:
+        trouble = self._core.unanswered
+        if trouble is None:
+            self._retrying = False
+        elif self._request.include_events and not (self._retrying or self._over.is_set()):
+            self._retrying = True
+            accepted = self._accepted is not None
+            patience_ms = self._config.give_up_ms if accepted else self._config.connect_give_up_ms
+            self._events.put_nowait(
+                results.Retrying(accepted=accepted, patience_s=patience_ms / 1000, detail=trouble)
+            )
 
     def _start(self, attempt: int, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

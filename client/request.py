@@ -19,7 +19,8 @@ class Options(TypedDict, total=False):
     ``exact`` keeps the request out of steps of reduced weight precision: there are none so far.
     ``priority`` reaches the controller, which goes by arrival and does not look at it so far.
     ``logprobs`` and ``prompt_logprobs`` say how many alternatives come beside each token's own
-    log-probability. ``logit_bias`` maps token ids to what is added to their logits, -100 to 100.
+    log-probability. ``include_events`` adds ``Notice`` and ``Retrying`` to a stream's events.
+    ``logit_bias`` maps token ids to what is added to their logits, -100 to 100.
     """
 
     temperature: float

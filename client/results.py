@@ -9,12 +9,34 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 
+class TopLogprob(NamedTuple):
+    """One of the likeliest tokens of a position, and its natural-log probability."""
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes = b""
+    """What the token adds to a text. UTF-8, but a token may hold a part of a character alone; a
+    special token is as it is written out, and an id that has no token adds nothing."""
+
+    @property
+    def text(self) -> str:
+        """The bytes as text, with U+FFFD for what is no whole character by itself."""
+        return self.token_bytes.decode(errors="replace")
+
+
 class TokenLogprob(NamedTuple):
     """A token's natural-log probability, and those of the likeliest ones, best first."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[TopLogprob, ...]
+    token_bytes: bytes = b""
+    """As ``TopLogprob.token_bytes``."""
+
+    @property
+    def text(self) -> str:
+        """The bytes as text, with U+FFFD for what is no whole character by itself."""
+        return self.token_bytes.decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +209,19 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retrying:
+    """No endpoint serves the request and the SDK goes on trying, for those who asked with
+    ``include_events``; once until one serves it again."""
+
+    accepted: bool
+    """Whether the request had been accepted before."""
+    patience_s: float
+    """So long after the last sign of life it fails with ``Unavailable``."""
+    detail: str
+    """How the last attempt ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The end of one choice."""
 
@@ -200,7 +235,7 @@ class Finished:
         return self.choice.usage
 
 
-Event: TypeAlias = Accepted | PromptDelta | Delta | Notice | Finished
+Event: TypeAlias = Accepted | PromptDelta | Delta | Notice | Retrying | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

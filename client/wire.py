@@ -130,14 +130,25 @@ def notice_event(notice: Notice) -> results.Notice:
 
 def logprobs_from(said: inference_pb2.OutputLogProbs) -> tuple[results.TokenLogprob, ...]:
     """Read log-probabilities; a token without one has NaN."""
+    values: Sequence[float] = said.token_logprobs
     tops: Sequence[inference_pb2.TopLogProbs] = said.top_logprobs
+    texts: Sequence[bytes] = said.token_bytes
     return tuple(
         results.TokenLogprob(
             token_id,
-            said.token_logprobs[i] if i < len(said.token_logprobs) else math.nan,
-            tuple(zip(tops[i].token_ids, tops[i].values, strict=False)) if i < len(tops) else (),
+            values[i] if i < len(values) else math.nan,
+            _top_from(tops[i]) if i < len(tops) else (),
+            texts[i] if i < len(texts) else b"",
         )
         for i, token_id in enumerate(said.token_ids)
+    )
+
+
+def _top_from(said: inference_pb2.TopLogProbs) -> tuple[results.TopLogprob, ...]:
+    texts: Sequence[bytes] = said.token_bytes
+    return tuple(
+        results.TopLogprob(token_id, value, texts[i] if i < len(texts) else b"")
+        for i, (token_id, value) in enumerate(zip(said.token_ids, said.values, strict=False))
     )
 
 

@@ -24,8 +24,10 @@ from deepinfer.client import (
     InvalidRequest,
     Notice,
     ResourceExhausted,
+    Retrying,
 )
 from deepinfer.deploy.console import check_utf8, standard_input
+from deepinfer.deploy.generate import tell_of_retries
 from deepinfer.deploy.interrupts import Terminated
 from deepinfer.deploy.status import mib
 
@@ -92,7 +94,7 @@ class Chat:
         self.failed = True
         try:
             check_utf8(said)
-            options = self.sampling | {"include_events": self.events}
+            options = self.sampling | {"include_events": True}  # also for its Retrying
             with self.client.stream(messages, **options) as stream:
                 for event in stream:
                     if isinstance(event, Delta | Finished):
@@ -100,7 +102,11 @@ class Chat:
                         self._show(event.text)
                     if isinstance(event, Finished):
                         choice = event.choice
-                    elif isinstance(event, Notice) and (told := tell(event)):
+                    elif isinstance(event, Retrying):
+                        if text and self.err.is_terminal:
+                            self.err.print()
+                        tell_of_retries(event, self.err)
+                    elif isinstance(event, Notice) and self.events and (told := tell(event)):
                         self._note(f"[{told}; {time.monotonic() - started_s:.1f} s]", before="\n")
         except Terminated:
             raise

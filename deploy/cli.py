@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from deepinfer.deploy.bench.cli import bench, result_folder
+from deepinfer.deploy.bench.cli import MODEL_HELP, bench, result_folder
 from deepinfer.deploy.console import err, out, plain_errors, standard_input
 from deepinfer.deploy.interrupts import ending, exit_code, stop_signals
+from deepinfer.deploy.sampling import Sampling, sampling_options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,16 +31,11 @@ app.add_typer(model, name="model")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token.")]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate, at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this mass; 1: all.")]
-TopK = Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")]
-MinP = Annotated[float, typer.Option(help="Least probability, as a part of the likeliest's.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes repeating less likely.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tokens.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
-
-
+ConnectTimeout = Annotated[
+    float,
+    typer.Option(min=0.1, max=86_400, help="Seconds to try for until a gateway has answered."),
+]
+CONNECT_TIMEOUT_S = 15.0
 KV_DTYPES = ("auto", "fp16", "int8", "fp8", "fp8_e5m2", "k16v8")
 
 
@@ -74,9 +70,7 @@ Endpoint = Annotated[
 @app.command()
 def up(
     config: ConfigFile = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model folder, GGUF file, org/name of a hub, or demo.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes on each node.")] = None,
     gateways: Annotated[int | None, typer.Option(help="Gateway processes.")] = None,
     kv_cache_dtype: Annotated[
@@ -204,86 +198,72 @@ def status(
 
 
 @app.command()
+@sampling_options()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt, or - for standard input.")],
+    *,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    sampling: Sampling,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds after which it ends with what there is.")
     ] = None,
     n: Annotated[int, typer.Option(help="Answers; above 1 only with --json.")] = 1,
     logprobs: Annotated[
-        int | None, typer.Option(help="Likeliest tokens to tell for each; only with --json.")
+        int | None,
+        typer.Option(help="Log-probabilities, with so many likeliest tokens; only with --json."),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="The same of the prompt's tokens; only with --json.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The finished answer and its figures, as JSON.")
     ] = False,
     endpoint: Endpoint = None,
     token_file: TokenFile = None,
+    connect_timeout: ConnectTimeout = CONNECT_TIMEOUT_S,
 ) -> None:
     """Stream one answer to standard output."""
-    if not as_json and (n != 1 or logprobs is not None):
-        raise typer.BadParameter("--n above 1 and --logprobs need --json")
+    only_json = {
+        "--n": n != 1,
+        "--logprobs": logprobs is not None,
+        "--prompt-logprobs": prompt_logprobs is not None,
+    }
+    if not as_json and (named := [flag for flag, used in only_json.items() if used]):
+        raise typer.BadParameter(f"{', '.join(named)}: only with --json, which has room for it")
     with plain_errors():
         from deepinfer.deploy.generate import generate_json, stream_one
+        from deepinfer.deploy.launch import connect
 
         text = standard_input().read() if prompt == "-" else prompt
-        sampling: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "stop": tuple(stop or ()),
+        options = sampling.options() | {
             "deadline_s": deadline,
             "n": n,
             "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
         }
         run = generate_json if as_json else stream_one
-        run(text, sampling, chat=chat, endpoint=endpoint, token_file=token_file)
+        with connect(endpoint, token_file, connect_timeout_s=connect_timeout) as client:
+            run(client, text, options, chat=chat, err=err)
 
 
 @app.command()
+@sampling_options(max_tokens=512, temperature=0.7, top_p=0.95)
 def chat(
+    *,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    sampling: Sampling,
     events: Annotated[bool, typer.Option(help="Tell of swaps while they happen.")] = False,
     endpoint: Endpoint = None,
     token_file: TokenFile = None,
+    connect_timeout: ConnectTimeout = CONNECT_TIMEOUT_S,
 ) -> None:
     """Talk with the model; /help lists what else can be typed. A pipe has one turn a line."""
     with plain_errors():
         from deepinfer.deploy.chat import Chat, chat_lines
         from deepinfer.deploy.launch import connect
 
-        sampling: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "stop": tuple(stop or ()),
-        }
-        with connect(endpoint, token_file) as client:
-            talk = Chat(client, sampling, out, err, system=system, events=events)
+        with connect(endpoint, token_file, connect_timeout_s=connect_timeout) as client:
+            talk = Chat(client, sampling.options(), out, err, system=system, events=events)
             talk.run(chat_lines(err))
     # At a terminal the user has seen the error; a script sees the code.
     raise typer.Exit(1 if talk.failed and not sys.stdin.isatty() else 0)

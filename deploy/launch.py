@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,16 +115,28 @@ def stop_running(endpoint: str | None, grace_s: float) -> None:
         time.sleep(0.05)
 
 
-def connect(endpoint: str | None, token_file: Path | None) -> Client:
+def connect(
+    endpoint: str | None, token_file: Path | None, *, connect_timeout_s: float | None = None
+) -> Client:
     """An SDK client for a named endpoint, or for the cluster that runs here.
+
+    ``connect_timeout_s``: how long a request may go without being accepted; default: the SDK's.
 
     Raises:
         LaunchError: no endpoint was named and no single cluster runs here.
         TokenFileError: the token file cannot be used.
         ConfigError: the endpoint cannot be read, or the environment names unusable certificates.
     """
-    from deepinfer.client import Client
+    from deepinfer.client import Client, ClientConfig
 
+    config = ClientConfig()
+    if connect_timeout_s is not None:
+        give_up_ms = round(connect_timeout_s * 1000)
+        config = replace(
+            config,
+            connect_give_up_ms=give_up_ms,
+            accept_timeout_ms=min(config.accept_timeout_ms, give_up_ms),
+        )
     here = running(None) if endpoint is None else None
     if endpoint is not None:
         address = endpoint.rpartition("://")[2]
@@ -136,7 +149,8 @@ def connect(endpoint: str | None, token_file: Path | None) -> Client:
         assert here is not None, "or it would have been said that none runs"
         endpoints = list(here.endpoints)
     try:
-        return Client(endpoints, token=read_token(token_file), tls=client_tls(here))
+        token = read_token(token_file)
+        return Client(endpoints, token=token, tls=client_tls(here), config=config)
     except TokenFileError:
         raise
     except ValueError as error:

@@ -5,7 +5,8 @@ Decoding raises ``InvalidRequestError``: whatever is wrong is the client's fault
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -21,6 +22,9 @@ from deepinfer.kvstore.core.requests import (
 )
 from deepinfer.proto import inference_pb2
 from deepinfer.proto.fields import SAMPLING_SCALARS
+
+TokenBytes: TypeAlias = Callable[[int], bytes]
+"""What a token id adds to a text, as ``Tokenizer.token_bytes``."""
 
 # ---- clients ask ---------------------------------------------------------------------------
 
@@ -106,24 +110,29 @@ def accepted_to(
     )
 
 
-def delta_to(delta: Delta, text: str, *, logprobs: bool) -> inference_pb2.GenerateResponse:
-    """Write tokens and the text that they made safe to show."""
+def delta_to(
+    delta: Delta, text: str, logprobs: TokenBytes | None
+) -> inference_pb2.GenerateResponse:
+    """Write tokens and the text that they made safe to show.
+
+    ``logprobs``: None unless the client asked for log-probabilities.
+    """
     return inference_pb2.GenerateResponse(
         chunk=inference_pb2.GenerateStreamChunk(
             token_ids=[token.id for token in delta.tokens],
             index=delta.choice,
             position=delta.index,
             text=text,
-            output_logprobs=_logprobs_to(delta.tokens) if logprobs else None,
+            output_logprobs=None if logprobs is None else _logprobs_to(delta.tokens, logprobs),
         )
     )
 
 
-def prompt_to(delta: PromptDelta) -> inference_pb2.GenerateResponse:
+def prompt_to(delta: PromptDelta, token_bytes: TokenBytes) -> inference_pb2.GenerateResponse:
     """Write prompt tokens with their log-probabilities."""
     return inference_pb2.GenerateResponse(
         prompt=inference_pb2.PromptChunk(
-            position=delta.position, logprobs=_logprobs_to(delta.tokens)
+            position=delta.position, logprobs=_logprobs_to(delta.tokens, token_bytes)
         )
     )
 
@@ -187,7 +196,7 @@ def finished_to(
     return inference_pb2.GenerateResponse(complete=complete)
 
 
-def _logprobs_to(tokens: Sequence[Token]) -> inference_pb2.OutputLogProbs:
+def _logprobs_to(tokens: Sequence[Token], token_bytes: TokenBytes) -> inference_pb2.OutputLogProbs:
     """Write tokens with their log-probabilities; NaN for one that has none."""
     return inference_pb2.OutputLogProbs(
         token_ids=[token.id for token in tokens],
@@ -196,7 +205,9 @@ def _logprobs_to(tokens: Sequence[Token]) -> inference_pb2.OutputLogProbs:
             inference_pb2.TopLogProbs(
                 token_ids=[token_id for token_id, _ in token.top],
                 values=[value for _, value in token.top],
+                token_bytes=[token_bytes(token_id) for token_id, _ in token.top],
             )
             for token in tokens
         ],
+        token_bytes=[token_bytes(token.id) for token in tokens],
     )

@@ -220,15 +220,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await statuses.abort(context, statuses.ended(effect))
 
     def _response(self, stream: ClientStream, effect: ToStream) -> inference_pb2.GenerateResponse:
+        token_bytes = self._shell.card.tokenizer.token_bytes
         match effect.message:
             case Accepted() as accepted:
                 return client_wire.accepted_to(accepted, stream.record, self._shell.gateway)
             case Delta() as delta:
                 text = stream.texts[delta.choice].push(tuple(t.id for t in delta.tokens))
-                logprobs = stream.record.sampling.logprobs is not None
-                return client_wire.delta_to(delta, text, logprobs=logprobs)
+                asked = stream.record.sampling.logprobs is not None
+                return client_wire.delta_to(delta, text, token_bytes if asked else None)
             case PromptDelta() as prompt:
-                return client_wire.prompt_to(prompt)
+                return client_wire.prompt_to(prompt, token_bytes)
             case Notice() as notice:
                 return client_wire.notice_to(notice)
             case Finished() as finished:

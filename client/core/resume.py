@@ -81,6 +81,8 @@ class ClientCore:
         self._progress_ms = 0
         self._failures = 0
         """Attempts in a row that brought nothing new."""
+        self._trouble = ""
+        """How the last of them ended."""
         self._contradictions = 0
         """How many of them contradicted what is here."""
         self._refusing: set[int] = set()
@@ -165,6 +167,7 @@ class ClientCore:
     def _again(self, code: str, detail: str, now_ms: int, jitter: float) -> None:
         """Make another attempt: at the next endpoint, after a wait that doubles each time."""
         self._close_stream()
+        self._trouble = detail
         config = self.config
         patience_ms = config.connect_give_up_ms if self._accepted is None else config.give_up_ms
         if now_ms - self._progress_ms >= patience_ms:
@@ -386,6 +389,15 @@ class ClientCore:
         self._wait(self._retry_ms)
 
     # ---- looking in -----------------------------------------------------------------------
+
+    @property
+    def unanswered(self) -> str | None:
+        """Why the last attempt failed, if no endpoint serves the request although all were tried.
+
+        A stream that was lost is taken up again first: that attempt does not count.
+        """
+        tries = len(self._endpoints) + (self._accepted is not None)
+        return self._trouble if self._failures >= tries and not self._over else None
 
     def received(self) -> tuple[tuple[int, ...], ...]:
         """The token ids received so far, for each choice."""

@@ -12,7 +12,8 @@ from deepinfer.deploy.console import out, plain_errors
 
 bench = typer.Typer(no_args_is_help=True, help="Experiments; each writes JSON and a plot.")
 
-Model = Annotated[str, typer.Option(help="Model folder, GGUF file, or demo.")]
+MODEL_HELP = "Model folder, GGUF file, org/name of a hub, or demo."
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Rounds = Annotated[int, typer.Option(min=1, max=1000)]
 PromptTokens = Annotated[
     int, typer.Option(min=1, help="Mean length of a prompt; they are of unlike length.")

@@ -60,6 +60,7 @@ def test_a_stream_brings_every_token_once_and_whole_characters(live: Live) -> No
         assert choice.token_ids == tuple(world.worker.answer)
         assert choice.finish_reason == "stop"
         assert [p.logprob for p in choice.logprobs] == [-0.5] * len(ANSWER.encode())
+        assert b"".join(p.token_bytes for p in choice.logprobs) == ANSWER.encode()
         assert choice.timings.ttft_s is not None
         assert choice.timings.gateway_ttft_s is not None
         assert len(choice.timings.intervals_s) == len(choice.token_ids) - 1

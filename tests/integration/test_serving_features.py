@@ -27,6 +27,7 @@ from deepinfer.client import (
 from deepinfer.client.results import TokenLogprob
 from deepinfer.gateway import actor
 from deepinfer.text.load import load_tokenizer
+from deepinfer.text.tokenizer import Tokenizer
 from support.local_cluster import TOKEN, LocalCluster, local_cluster, run_on
 from support.tiny_model import write_tiny_llama
 
@@ -79,20 +80,24 @@ def test_log_probabilities_survive_swaps(model: Path, runner: asyncio.Runner) ->
             assert [p.token_id for p in rest if p] == tokenizer.encode(prompt)[1:]
             assert 66 not in one.token_ids
             for entry in (*rest, *one.choices[0].logprobs):
-                check_logprob(entry)
+                check_logprob(entry, tokenizer)
 
     run_on(runner, test)
 
 
-def check_logprob(entry: TokenLogprob | None) -> None:
+def check_logprob(entry: TokenLogprob | None, tokenizer: Tokenizer) -> None:
     assert entry is not None
     assert math.isfinite(entry.logprob)
     assert len(entry.top) in (2, 3)
-    values = [value for _, value in entry.top]
+    assert entry.token_bytes == tokenizer.token_bytes(entry.token_id)
+    for one in entry.top:
+        assert one.token_bytes == tokenizer.token_bytes(one.token_id)
+    values = [one.logprob for one in entry.top]
     assert values == sorted(values, reverse=True)
     assert entry.logprob <= values[0]
     assert math.fsum(map(math.exp, values)) <= 1 + 1e-6
-    assert dict(entry.top).get(entry.token_id, entry.logprob) == entry.logprob
+    by_id = {one.token_id: one.logprob for one in entry.top}
+    assert by_id.get(entry.token_id, entry.logprob) == entry.logprob
 
 
 KINDS = {"accepted": Accepted, "prompt": PromptDelta, "tokens": Delta}

@@ -47,6 +47,9 @@ class Bench:
             self.core.check()
         return [effect for effect in effects if not isinstance(effect, Wait)]
 
+    def unanswered(self) -> str | None:
+        return self.core.unanswered
+
     def retry(self, within_ms: int) -> list[Effect]:
         """Wait for the next attempt, which must not come before half of ``within_ms``."""
         self.now_ms += within_ms // 2 - 1
@@ -135,6 +138,30 @@ def test_a_request_that_nobody_accepts_fails_sooner() -> None:
     bench.now_ms = 300
     fail = Fail(Failure.UNAVAILABLE, "UNAVAILABLE", "nobody")
     assert bench.tell(StreamEnded(1, "UNAVAILABLE", "nobody")) == [fail]
+
+
+def test_that_nobody_answers_is_known_once_all_were_tried() -> None:
+    bench = Bench()
+    bench.tell(Start(), StreamEnded(1, "UNAVAILABLE", "a: refused"))
+    assert bench.unanswered() is None
+    bench.retry(50)
+    assert bench.unanswered() is None
+    bench.tell(StreamEnded(2, "UNAVAILABLE", "b: refused"))
+    assert bench.unanswered() == "b: refused"
+    bench.retry(100)
+    assert bench.unanswered() == "b: refused", "the third attempt has brought nothing so far"
+    bench.tell(Got(3, ACCEPTED))
+    assert bench.unanswered() is None
+    # A gateway that goes down breaks the stream, and does not answer after that.
+    bench.tell(StreamEnded(3, "UNAVAILABLE", "a: went down"))
+    for attempt, wait_ms, trouble in ((4, 50, None), (5, 100, "a: refused")):
+        bench.retry(wait_ms)
+        bench.tell(StreamEnded(attempt, "UNAVAILABLE", "a: refused"))
+        assert bench.unanswered() == trouble
+    bench.tell(AbortRequested())
+    bench.tell(AbortAnswered(6, True))
+    assert bench.core.over
+    assert bench.unanswered() is None
 
 
 def test_a_silent_attempt_is_left() -> None:

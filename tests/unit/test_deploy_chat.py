@@ -16,6 +16,7 @@ from deepinfer.client import (
     Finished,
     Notice,
     ResourceExhausted,
+    Retrying,
     SwapStats,
     Timings,
     Usage,
@@ -110,15 +111,24 @@ def model(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+def test_without_events_only_a_silent_cluster_is_told_of() -> None:
+    retrying = Retrying(accepted=True, patience_s=60.0, detail="a:1: [x] refused")
+    client = FakeClient([delta("fo"), notice("swapped_out"), retrying, finished("ur")])
+    _, out, err = talk(client, "2 + 2?")
+    assert out == "four\n"
+    first, _ = err.splitlines()
+    assert first == "no answer yet: a:1: [x] refused; trying again for up to 60 s"
+
+
 def test_each_turn_is_sent_with_all_before_it() -> None:
     client = FakeClient([delta("four"), finished("!")], [finished("nine")])
     chat, out, err = talk(client, "2 + 2?\n", "\n", "and 4 + 5?\n", "/quit", "never asked")
     assert out == "four!\nnine\n"
     assert client.asked == [
-        ([user("2 + 2?")], {"seed": 7, "include_events": False}),
+        ([user("2 + 2?")], {"seed": 7, "include_events": True}),
         (
             [user("2 + 2?"), model("four!"), user("and 4 + 5?")],
-            {"seed": 7, "include_events": False},
+            {"seed": 7, "include_events": True},
         ),
     ]
     assert "[stop, 3 tokens, first after 0.25 s, 10.0 tok/s]" in err

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +15,37 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deepinfer.client import Choice, Completion, InvalidRequest, SwapStats, Timings, Usage
-from deepinfer.deploy import cli, generate
+from deepinfer.client import (
+    Choice,
+    ClientConfig,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    InvalidRequest,
+    Retrying,
+    SwapStats,
+    Timings,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from deepinfer.client.request import build_request
+from deepinfer.deploy import cli, generate, launch
 from deepinfer.deploy.chat import chat_lines
 from deepinfer.deploy.cli import app
 from deepinfer.deploy.console import check_utf8
 from deepinfer.deploy.models import ModelUnavailableError
+from deepinfer.gateway.client_wire import sampling_from
+from deepinfer.proto.fields import SAMPLING_SCALARS
+from deepinfer.proto.inference_pb2 import SamplingParams
 
 
 class FakeClient:
-    """Answers everything with one completion."""
+    """Answers everything with one completion, after trying for a while; its own stream."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
 
     def __enter__(self) -> FakeClient:
         return self
@@ -29,8 +53,18 @@ class FakeClient:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def generate(self, prompt: Any, **_: Any) -> Completion:
+    def stream(self, prompt: Any, **options: Any) -> FakeClient:
         assert prompt == [{"role": "user", "content": "Grüße"}]
+        self.options = options
+        return self
+
+    def __iter__(self) -> Iterator[Event]:
+        yield Retrying(accepted=False, patience_s=2.5, detail="[::1]:1: refused")
+        yield Delta(choice=0, position=0, token_ids=(1, 2), text="o", logprobs=())
+        yield Finished(choice=self.completion().choices[0], text="k")
+
+    def completion(self) -> Completion:
+        part = TopLogprob(2, -0.5, b"\xc3")
         choices = tuple(
             Choice(
                 index=i,
@@ -39,7 +73,7 @@ class FakeClient:
                 finish_reason="stop",
                 message="",
                 matched_stop=None,
-                logprobs=(),
+                logprobs=(TokenLogprob(1, -0.25, (part,), b" o"),),
                 usage=Usage(prompt_tokens=5, cached_tokens=3, completion_tokens=2),
                 swaps=SwapStats(),
                 timings=Timings(
@@ -53,13 +87,14 @@ class FakeClient:
             )
             for i in range(2)
         )
-        return Completion(request_id="r", choices=choices)
+        scored = (None, TokenLogprob(7, -1.0, (), b"<|eos|>"))
+        return Completion(request_id="r", choices=choices, prompt_logprobs=scored)
 
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     fake = FakeClient()
-    monkeypatch.setattr(generate, "connect", lambda *_: fake)
+    monkeypatch.setattr(launch, "connect", lambda *_, **__: fake)
     return fake
 
 
@@ -77,6 +112,122 @@ def test_the_json_answer_counts_all_tokens() -> None:
     assert document["usage"] == counts | {"completion_tokens": 4, "total_tokens": 9}
     for choice in document["choices"]:
         assert choice["usage"] == counts | {"completion_tokens": 2, "total_tokens": 7}
+
+
+@pytest.mark.usefixtures("client")
+def test_the_json_answer_has_every_tokens_text_and_bytes() -> None:
+    arguments = ["generate", "-", "--json", "--logprobs", "1", "--prompt-logprobs", "0"]
+    result = CliRunner().invoke(app, arguments, input="Grüße")
+    document = json.loads(result.stdout)
+    part = {"token_id": 2, "text": "\ufffd", "bytes": [0xC3], "logprob": -0.5}
+    first = {"token_id": 1, "text": " o", "bytes": [32, 111], "logprob": -0.25, "top": [part]}
+    assert [choice["logprobs"] for choice in document["choices"]] == [[first]] * 2
+    scored = {"token_id": 7, "text": "<|eos|>", "bytes": list(b"<|eos|>"), "logprob": -1.0}
+    assert document["prompt_logprobs"] == [None, scored | {"top": []}]
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize(
+    ("command", "stdout"),
+    [("generate -", "ok\n"), ("generate - --json", "{"), ("chat", "ok\n")],
+)
+def test_a_cluster_that_does_not_answer_is_told_of_at_once(command: str, stdout: str) -> None:
+    result = CliRunner().invoke(app, command.split(), input="Grüße")
+    assert result.stdout.startswith(stdout)
+    assert result.stderr.splitlines()[0] == (
+        "no answer yet: [::1]:1: refused; trying again for up to 2.5 s"
+    )
+
+
+def test_every_sampling_field_of_the_contract_is_an_option(client: FakeClient) -> None:
+    result = CliRunner().invoke(app, ["generate", "-", "--json"], input="Grüße")
+    assert result.exit_code == 0
+    contract = {field.name for field in SamplingParams.DESCRIPTOR.fields}
+    assert contract | {"deadline_s", "include_events"} == set(client.options)
+    unset = SamplingParams()
+    for name in SAMPLING_SCALARS:
+        if name != "temperature" and client.options[name] is not None:
+            default = getattr(sampling_from(unset), name)
+            assert client.options[name] == default, f"{name}: not what is in the contract"
+
+
+def test_options_reach_the_request(client: FakeClient) -> None:
+    words = (
+        "--logit-bias 5=-1.5 --logit-bias 7=100 --min-tokens 3 --frequency-penalty -0.5 "
+        "--presence-penalty 2 --stop a --stop b --stop-token-id 9 --ignore-eos "
+        "--include-stop-str-in-output --no-skip-special-tokens"
+    )
+    for command in ("generate -", "chat"):
+        result = CliRunner().invoke(app, [*command.split(), *words.split()], input="Grüße")
+        assert result.exit_code == 0, result.output
+        asked = {
+            "logit_bias": {5: -1.5, 7: 100.0},
+            "min_tokens": 3,
+            "frequency_penalty": -0.5,
+            "presence_penalty": 2.0,
+            "stop": ("a", "b"),
+            "stop_token_ids": (9,),
+            "ignore_eos": True,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        }
+        assert {name: client.options[name] for name in asked} == asked
+        build_request("x", client.options)  # type: ignore[arg-type]
+
+
+def test_a_conversation_has_defaults_of_its_own(client: FakeClient) -> None:
+    for command, right in (("generate -", (128, 0.0, 1.0)), ("chat", (512, 0.7, 0.95))):
+        CliRunner().invoke(app, command.split(), input="Grüße")
+        names = ("max_tokens", "temperature", "top_p")
+        assert tuple(client.options[name] for name in names) == right
+
+
+@pytest.mark.parametrize("bias", ["5", "=1", "5=", "5=x", "-5=1", "a=1"])
+def test_what_is_no_bias_is_told(bias: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "x", f"--logit-bias={bias}"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = " ".join(result.stderr.split())
+    assert f"Invalid value for '--logit-bias': {bias!r}: must be ID=VALUE" in said
+
+
+def test_what_only_json_can_hold_is_refused_without_it() -> None:
+    result = CliRunner().invoke(app, ["generate", "x", "--n", "2", "--prompt-logprobs", "0"])
+    assert result.exit_code == 2
+    assert "--n, --prompt-logprobs: only with --json" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("flags", [[], ["--connect-timeout", "0.3"]])
+def test_the_connect_timeout_is_the_sdks(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-token-of-some-length")
+    given: list[ClientConfig] = []
+
+    def refuse(*_: object, config: ClientConfig, **__: object) -> None:
+        given.append(config)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("deepinfer.client.Client", refuse)
+    where = ["--endpoint", "127.0.0.1:1", "--token-file", str(token)]
+    CliRunner().invoke(app, ["generate", "x", *where, *flags])
+    waits = {"connect_give_up_ms": 300, "accept_timeout_ms": 300} if flags else {}
+    assert given == [replace(ClientConfig(), **waits)]
+
+
+def test_a_dead_endpoint_is_told_of_and_given_up(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-token-of-some-length")
+    with socket.socket() as bound:  # without listening: what connects is refused
+        bound.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{bound.getsockname()[1]}"
+        arguments = ["generate", "x", "--endpoint", where, "--token-file", str(token)]
+        result = CliRunner().invoke(app, [*arguments, "--connect-timeout", "0.4"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    told, error = result.stderr.splitlines()
+    assert told.startswith(f"no answer yet: {where}: ")
+    assert told.endswith("; trying again for up to 0.4 s")
+    assert error.startswith(f"error: {where}: ")
 
 
 @pytest.mark.usefixtures("client")

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer.client.results import TokenLogprob, TopLogprob
+from deepinfer.client.wire import logprobs_from
 from deepinfer.gateway import client_wire
 from deepinfer.gateway.intake import ModelCard, build_record
 from deepinfer.kvstore.core.ids import RequestId
-from deepinfer.kvstore.core.requests import InvalidRequestError
+from deepinfer.kvstore.core.messages import Delta, PromptDelta
+from deepinfer.kvstore.core.requests import InvalidRequestError, Token
 from deepinfer.proto import inference_pb2
 from deepinfer.text.load import load_tokenizer
-from support.byte_tokenizer import write_byte_tokenizer
+from support.byte_tokenizer import EOS, VOCAB_SIZE, write_byte_tokenizer
 
 FIELD_21 = b"\xa8\x01\x05"
 """Field number 21 as a varint 5; what smg's SamplingParams has there this contract does not."""
@@ -65,3 +68,32 @@ def test_a_dated_prompt_is_the_same_whenever_it_is_read_again(tmp_path: Path) ->
         default_seed=0,
     )
     assert tokenizer.decode(record.prompt_ids) == "30 Nov 2026 23:59|hi"
+
+
+def test_log_probabilities_say_what_their_tokens_are_in_bytes(tmp_path: Path) -> None:
+    """Parts of a character, a special token and an id beyond the vocabulary among them."""
+    tokenizer = load_tokenizer(write_byte_tokenizer(tmp_path))
+    first, second = tokenizer.encode("\u00fc")
+    tokens = (
+        Token(first, -0.5, ((EOS, -0.25), (first, -0.5))),
+        Token(second, -1.0, ((VOCAB_SIZE, -0.75),)),
+        Token(EOS, -2.0),
+    )
+    right = (
+        TokenLogprob(
+            first,
+            -0.5,
+            (TopLogprob(EOS, -0.25, b"<|eos|>"), TopLogprob(first, -0.5, b"\xc3")),
+            b"\xc3",
+        ),
+        TokenLogprob(second, -1.0, (TopLogprob(VOCAB_SIZE, -0.75, b""),), b"\xbc"),
+        TokenLogprob(EOS, -2.0, (), b"<|eos|>"),
+    )
+    delta = client_wire.delta_to(Delta(0, 7, tokens), "\u00fc", tokenizer.token_bytes)
+    assert logprobs_from(delta.chunk.output_logprobs) == right
+    prompt = client_wire.prompt_to(PromptDelta(1, tokens), tokenizer.token_bytes)
+    assert logprobs_from(prompt.prompt.logprobs) == right
+    assert [one.text for one in right] == ["\ufffd", "\ufffd", "<|eos|>"]
+    assert b"".join(one.token_bytes for one in right[:2]).decode() == "\u00fc"
+    unasked = client_wire.delta_to(Delta(0, 7, tokens), "\u00fc", None)
+    assert not unasked.chunk.HasField("output_logprobs")
