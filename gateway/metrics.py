@@ -62,6 +62,16 @@ _MS, _US, _TOKENS = 1_000, 1_000_000, 1
 """Units in a second; in a token."""
 
 
+def totals(counters: Mapping[str, float]) -> dict[str, float]:
+    """What is only counted, zeros too; ``counters`` are the core's and the shell's."""
+    found = {f"{PREFIX}{RENAMED.get(name, name)}": counters.get(name, 0) for name in TOTALS}
+    for name, reasons in REASONS.items():
+        for reason in reasons:
+            key = by_reason(name, reason)
+            found[f"{PREFIX}{key}"] = counters.get(key, 0)
+    return found
+
+
 def samples(
     counters: Mapping[str, float], measures: Measures, snapshot: Mapping[str, object]
 ) -> dict[str, float]:
@@ -72,13 +82,7 @@ def samples(
         measures: the core's.
         snapshot: the shell's ``snapshot()``.
     """
-    found: dict[str, float] = {}
-    for name in TOTALS:
-        found[f"{PREFIX}{RENAMED.get(name, name)}"] = counters.get(name, 0)
-    for name, reasons in REASONS.items():
-        for reason in reasons:
-            key = by_reason(name, reason)
-            found[f"{PREFIX}{key}"] = counters.get(key, 0)
+    found = totals(counters)
     for name, exported in GAUGES.items():
         value = snapshot[name]
         assert isinstance(value, int), f"{name} is a number"

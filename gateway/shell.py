@@ -284,9 +284,14 @@ class Shell:
 
     def metrics(self) -> dict[str, float]:
         """Totals since this life began, gauges and histograms, by their exported names."""
-        counters = self.core.counters | self._counters
-        return metrics.samples(counters, self.core.measures, self.snapshot())
+        return metrics.samples(self._counted(), self.core.measures, self.snapshot())
 
     def snapshot(self) -> dict[str, object]:
-        """Counts for the status document."""
-        return self.core.snapshot() | {"worker_links": len(self._links)}
+        """Counts for the status document; totals by their exported names."""
+        return self.core.snapshot() | {
+            "worker_links": len(self._links),
+            "counters": metrics.totals(self._counted()),
+        }
+
+    def _counted(self) -> Counter[str]:
+        return self.core.counters | self._counters

@@ -332,7 +332,6 @@ class GatewayCore:
             "kept_requests": len(self._table),
             "streams": len(self._streams),
             "max_streams": self.config.max_streams,
-            "counters": dict(sorted(self.counters.items())),
         }
 
     def check(self) -> None:

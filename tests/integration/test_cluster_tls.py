@@ -71,7 +71,7 @@ def test_commands_find_what_they_need(tmp_path: Path) -> None:
         assert out.strip()
         code, out, said = run(with_certificate, "status", "--json")
         assert code == 0, said
-        assert json.loads(out)["gateway"]["counters"]["requests_total"] == 1
+        assert json.loads(out)["gateway"]["counters"]["deepinfer_requests_accepted_total"] == 1
         code, _, said = run(environment, "status")
         assert code == 1
         assert "may want a client certificate that it trusts" in said

@@ -82,8 +82,13 @@ def test_generate_chat_models_and_status(live: Live) -> None:
             assert answer.prompt_tokens == len(world.tokenizer.encode(prompt))
             (model,) = await client.models()
             assert (model.id, model.has_chat_template) == ("bytes", True)
-            status = await client.status()
-            assert status["gateway"]["counters"]["requests_total"] == 2
+            with pytest.raises(ModelNotFound):
+                await client.generate("x", model="other")
+            counted = (await client.status())["gateway"]["counters"]
+            assert counted["deepinfer_requests_accepted_total"] == 2
+            assert counted['deepinfer_requests_refused_total{reason="unknown_model"}'] == 1
+            assert world.gateway.shell is not None
+            assert counted.keys() <= world.gateway.shell.metrics().keys(), "the metrics' names"
 
     live(test)
 

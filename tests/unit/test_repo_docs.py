@@ -72,7 +72,7 @@ def test_settings_that_are_named_exist() -> None:
     """`--flag` and `key` in the documents for operators."""
     flags = {"--" + name.replace("_", "-") for name in ClusterConfig.model_fields}
     others = {"--config", "--endpoint", "--json", "--once", "--interval", "--events", "--grace-s"}
-    others |= {"--install-completion", "--show-completion", "--down"}
+    others |= {"--connect-timeout", "--install-completion", "--show-completion", "--down"}
     for name in ("operating.md", "sizing.md", "troubleshooting.md"):
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         named = set(re.findall(r"`(--[a-z-]+)", text))
