@@ -157,11 +157,17 @@ def _open(model: Path, config: ClusterConfig) -> Served:
     """
     with interrupts.held():
         import deepinfer.text.load
+        import deepinfer.workers.backends.cpu
         import deepinfer.workers.model.load  # noqa: F401
         from deepinfer.kvstore.core.layout import resolve_kv_dtype
         from deepinfer.workers.model.decoder import kv_layout
 
-    served = check_model(model)
+    served = check_model(
+        model,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        threads=config.threads,
+    )
     layout = kv_layout(served, resolve_kv_dtype(config.kv_cache_dtype), config.block_size)
     blocks = config.cache_size.blocks_of(layout.block_bytes)
     return Served(path=model, config=served, layout=layout, blocks=blocks)

@@ -23,6 +23,7 @@ from deepinfer.deploy.hub import HubName, fetch
 from deepinfer.deploy.hub_library import HubError
 
 if TYPE_CHECKING:
+    from deepinfer.kvstore.core.layout import KvLayout
     from deepinfer.workers.model.config import ModelConfig
 
 CACHE_VARIABLE = "DEEPINFER_CACHE"
@@ -126,13 +127,18 @@ def resolve_model(
         raise ModelUnavailableError(str(error)) from error
 
 
-def check_model(path: Path) -> ModelConfig:
+def check_model(
+    path: Path, *, kv_cache_dtype: str = "auto", block_size: int = 16, threads: int = 1
+) -> ModelConfig:
     """Open a resolved model as a worker and a gateway do, without reading its weights.
 
     Returns what kind of model it is. Raises :class:`ModelUnavailableError`: damaged, incomplete,
-    not supported, no tokenizer, or a tokenizer of another model.
+    not supported, no tokenizer, a tokenizer of another model, or heads that cannot be computed
+    on a processor like this one.
     """
+    from deepinfer.kvstore.core.layout import resolve_kv_dtype
     from deepinfer.text.load import load_tokenizer
+    from deepinfer.workers.model.decoder import kv_layout
     from deepinfer.workers.model.load import load_model
 
     try:
@@ -148,7 +154,30 @@ def check_model(path: Path) -> ModelConfig:
             f"model {str(path)!r}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
             f"model only up to {config.vocab_size - 1}"
         )
+    try:
+        _check_heads(kv_layout(config, resolve_kv_dtype(kv_cache_dtype), block_size), threads)
+    except RuntimeError as error:
+        raise ModelUnavailableError(
+            f"model {str(path)!r}: head_dim = {config.head_dim}: {error}; multiples of 8 are "
+            "known to do"
+        ) from error
     return config
+
+
+def _check_heads(layout: KvLayout, threads: int) -> None:
+    """Do a worker's measurement of the attention products here, where its answer is seen at once.
+
+    Raises RuntimeError: there is no way to make a row's result independent of its batch.
+    """
+    import torch
+
+    from deepinfer.workers.backends.cpu import CpuBackend
+
+    before = torch.get_num_threads()
+    try:
+        CpuBackend(threads=threads).calibrate((), layout)
+    finally:
+        torch.set_num_threads(before)
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

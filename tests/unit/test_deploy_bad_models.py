@@ -159,6 +159,22 @@ def test_a_padding_token_that_the_model_lacks_is_no_obstacle(tmp_path: Path) -> 
     assert_refused(folder, "its tokenizer has ids up to 259, the model only up to 258")
 
 
+def test_heads_that_no_padding_suits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which they are depends on the processor: here one that suits none of 16 elements."""
+    folder = write_tiny_llama(tmp_path / "m")
+    threads = torch.get_num_threads()
+
+    def independent(kernel: object, width: int, multiple: int) -> bool:
+        return width != 16
+
+    monkeypatch.setattr("deepinfer.workers.backends.cpu.rows_are_independent", independent)
+    assert_refused(folder, f"model {str(folder)!r}: head_dim = 16: batching would change answers")
+    assert "scores of head_dim 16 and 96 keys; multiples of 8 are known to do" in said(
+        ["up", "--port", "0", "--model", str(folder), "--block-size", "48"]
+    )
+    assert torch.get_num_threads() == threads
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
