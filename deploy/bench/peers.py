@@ -108,10 +108,11 @@ def transformers_model(model: LoadedModel) -> Any:
     """
     transformers: Any = importlib.import_module("transformers")  # annotated only in part
     config = model.config
-    if config.rope_dim != config.head_dim:
+    if config.rope_dim != config.head_dim and config.family != "phi3":
         raise ConfigError(
-            f"rotary_dim = {config.rope_dim} of {config.head_dim}: transformers is not built with "
-            "partial rotary embeddings here: use --no-peers"
+            f"rotary_dim = {config.rope_dim} of {config.head_dim}: of the models here, "
+            f"transformers has partial rotary embeddings in phi3 alone, not in {config.family}: "
+            "use --no-peers"
         )
     family = _FAMILIES[config.family]
     # On the meta device nothing is computed for weights that are replaced anyway.
@@ -160,6 +161,16 @@ def _transformers_config(config: ModelConfig, family: str) -> Any:
         fields |= {"mlp_bias": config.mlp_bias}
     if config.family in ("mistral", "phi3"):
         fields |= {"sliding_window": None}
+    if config.rope_dim != config.head_dim:
+        fields |= {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": config.rope_theta,
+                # They cut the product with head_dim down to a whole number: a half lies safely
+                # above what is meant, where rounding could lie below.
+                "partial_rotary_factor": (config.rope_dim + 0.5) / config.head_dim,
+            }
+        }
     return getattr(transformers, f"{family}Config")(**fields)
 
 

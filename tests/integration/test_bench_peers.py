@@ -32,7 +32,11 @@ CONFIGS = {
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True, tied_embeddings=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=16),
     "phi3": replace(LLAMA, family="phi3", fused_projections=True),
-}
+    "phi3-partial": replace(
+        LLAMA, family="phi3", fused_projections=True, head_dim=16, rotary_dim=12,
+        rope_divisors=(1.0, 1.5, 2.0, 4.0, 6.0, 8.0), rope_magnitude=1.25,
+    ),
+}  # fmt: skip
 PROMPTS = [[7, 70, 11, 33, 12], [5, 6, 88], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
 
@@ -71,7 +75,7 @@ def test_a_model_that_is_not_built_is_refused_by_name() -> None:
     from deepinfer.deploy.bench.peers import TransformersPeer
 
     model = random_model(replace(LLAMA, rotary_dim=4), seed=3)
-    with pytest.raises(ConfigError, match="rotary_dim = 4 of 8"):
+    with pytest.raises(ConfigError, match=r"4 of 8.* in phi3 alone, not in llama: use --no"):
         TransformersPeer(model)
 
 
