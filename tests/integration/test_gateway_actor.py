@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 import subprocess
 import sys
@@ -11,31 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 
 from deepinfer.client import AsyncClient, Unavailable
 from deepinfer.client.core.config import ClientConfig
-from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
-from deepinfer.proto import control_pb2_grpc
-from deepinfer.text.load import load_tokenizer
+from deepinfer.gateway.actor import ControllerAccess, GatewayActor
 from support.byte_tokenizer import write_byte_tokenizer
-from support.gateway_world import SECRET, TOKEN, MinimalController, ScriptedWorker, eventually
+from support.gateway_actor import gateway_settings, served_controller, serving_worker
+from support.gateway_world import SECRET, TOKEN, eventually, settle
 
-
-def settings(folder: Path, port: int) -> GatewaySettings:
-    return GatewaySettings(
-        gateway="gateway-0",
-        model="bytes",
-        model_path=str(folder),
-        max_context_tokens=512,
-        vocab_size=259,
-        eos_token_ids=(258,),
-        kv_cache_dtype="fp16",
-        port=port,
-        token=TOKEN,
-        secret=SECRET,
-    )
+ANSWER = "hello there, " * 8
 
 
 async def nobody() -> str:
@@ -50,55 +34,46 @@ def test_it_serves_by_itself_and_again_on_its_port(tmp_path: Path) -> None:
     folder = write_byte_tokenizer(tmp_path / "tokenizer")
 
     async def test() -> None:
-        controller = MinimalController()
-        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        control_pb2_grpc.add_ControlServicer_to_server(controller, server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
         asked = 0
+        async with served_controller() as (controller, there):
 
-        async def find() -> str:
-            nonlocal asked
-            asked += 1
-            return address if asked > 2 else await nobody()
+            async def find() -> str:
+                nonlocal asked
+                asked += 1
+                return await (there.find if asked > 2 else nobody)()
 
-        async def status() -> Mapping[str, object]:
-            return {"swapped": 0}
-
-        access = ControllerAccess(find=find, status=status)
-        actor = GatewayActor(settings(folder, 0), access)
-        at = await actor.address()
-        worker = ScriptedWorker("w", at, load_tokenizer(folder), "hello there, " * 8)
-        controller.workers.append(worker)
-        serving = asyncio.create_task(worker.serve())
-        async with AsyncClient(at, token=TOKEN, config=ClientConfig(give_up_ms=9_000)) as client:
-            stream = client.stream("x", max_tokens=100)
-            await eventually(lambda: any(len(r.tokens) > 10 for r in worker.runs.values()))
-            before = await actor.incarnation()
+            access = replace(there, find=find)
+            actor = GatewayActor(gateway_settings(folder), access)
+            at = await actor.address()
+            async with (
+                serving_worker(controller, at, folder, ANSWER) as worker,
+                AsyncClient(at, token=TOKEN, config=ClientConfig(give_up_ms=9_000)) as client,
+            ):
+                stream = client.stream("x", max_tokens=100)
+                await eventually(lambda: any(len(r.tokens) > 10 for r in worker.runs.values()))
+                before = await actor.incarnation()
+                await actor.stop()
+                port = int(at.rpartition(":")[2])
+                actor = GatewayActor(gateway_settings(folder, port=port), access)
+                assert await actor.address() == at
+                assert await actor.incarnation() > before
+                completion = await stream.completion()
+                assert completion.text == ANSWER[:100]
+                assert completion.timings.reconnects >= 1
+                assert (await client.status())["swapped"] == 0
             await actor.stop()
-            actor = GatewayActor(settings(folder, int(at.rpartition(":")[2])), access)
-            assert await actor.address() == at
-            assert await actor.incarnation() > before
-            completion = await stream.completion()
-            assert completion.text == ("hello there, " * 8)[:100]
-            assert completion.timings.reconnects >= 1
-            assert (await client.status())["swapped"] == 0
-        await actor.stop()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await server.stop(None)
 
     with asyncio.Runner() as runner:
-        runner.run(test())
-        gc.collect()
-        runner.run(asyncio.sleep(0))
+        settle(runner, test())
 
 
 def test_without_a_controller_there_is_no_status(tmp_path: Path) -> None:
     folder = write_byte_tokenizer(tmp_path / "tokenizer")
 
     async def test() -> None:
-        actor = GatewayActor(settings(folder, 0), ControllerAccess(find=nobody, status=no_status))
+        actor = GatewayActor(
+            gateway_settings(folder), ControllerAccess(find=nobody, status=no_status)
+        )
         async with AsyncClient(await actor.address(), token=TOKEN) as client:
             with pytest.raises(Unavailable, match="the controller does not answer") as caught:
                 await client.status()
@@ -106,9 +81,7 @@ def test_without_a_controller_there_is_no_status(tmp_path: Path) -> None:
         await actor.stop()
 
     with asyncio.Runner() as runner:
-        runner.run(test())
-        gc.collect()
-        runner.run(asyncio.sleep(0))
+        settle(runner, test())
 
 
 def test_the_status_of_very_many_sequences_fits_a_message(tmp_path: Path) -> None:
@@ -119,16 +92,14 @@ def test_the_status_of_very_many_sequences_fits_a_message(tmp_path: Path) -> Non
         async def status() -> Mapping[str, object]:
             return {"sequences": [row] * 40_000}
 
-        actor = GatewayActor(settings(folder, 0), ControllerAccess(find=nobody, status=status))
+        actor = GatewayActor(gateway_settings(folder), ControllerAccess(find=nobody, status=status))
         async with AsyncClient(await actor.address(), token=TOKEN) as client:
             document = await client.status()
         assert (len(document["sequences"]), document["sequences_left_out"]) == (5_000, 35_000)
         await actor.stop()
 
     with asyncio.Runner() as runner:
-        runner.run(test())
-        gc.collect()
-        runner.run(asyncio.sleep(0))
+        settle(runner, test())
 
 
 def test_an_ipv6_host_is_served(tmp_path: Path) -> None:
@@ -141,7 +112,7 @@ def test_an_ipv6_host_is_served(tmp_path: Path) -> None:
 
     async def test() -> None:
         access = ControllerAccess(find=nobody, status=no_status)
-        actor = GatewayActor(replace(settings(folder, 0), host="::1"), access)
+        actor = GatewayActor(gateway_settings(folder, host="::1"), access)
         address = await actor.address()
         assert address.startswith("[::1]:")
         async with AsyncClient(address, token=TOKEN) as client:
@@ -149,15 +120,13 @@ def test_an_ipv6_host_is_served(tmp_path: Path) -> None:
         await actor.stop()
 
     with asyncio.Runner() as runner:
-        runner.run(test())
-        gc.collect()
-        runner.run(asyncio.sleep(0))
+        settle(runner, test())
 
 
 def test_a_model_without_a_tokenizer_fails_the_start(tmp_path: Path) -> None:
     async def test() -> None:
         access = ControllerAccess(find=nobody, status=no_status)
-        actor = GatewayActor(settings(tmp_path / "nothing", 0), access)
+        actor = GatewayActor(gateway_settings(tmp_path / "nothing"), access)
         with pytest.raises(ValueError, match="no tokenizer to load"):
             await actor.address()
 
@@ -165,21 +134,11 @@ def test_a_model_without_a_tokenizer_fails_the_start(tmp_path: Path) -> None:
 
 
 def test_settings_keep_secrets_out_of_sight(tmp_path: Path) -> None:
-    shown = repr(settings(tmp_path, 0))
+    shown = repr(gateway_settings(tmp_path))
     assert TOKEN not in shown
     assert SECRET.decode() not in shown
     with pytest.raises(ValueError, match="token is empty"):
-        GatewaySettings(
-            gateway="g",
-            model="m",
-            model_path="p",
-            max_context_tokens=1,
-            vocab_size=1,
-            eos_token_ids=(),
-            kv_cache_dtype="fp16",
-            token="",
-            secret=SECRET,
-        )
+        gateway_settings(tmp_path, token="")
 
 
 def test_a_gateway_may_have_as_many_connections_as_the_system_grants() -> None:

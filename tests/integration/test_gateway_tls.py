@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -15,20 +14,13 @@ import pytest
 
 from deepinfer.client import AsyncClient, TlsOptions, Unauthenticated, Unavailable, Untrusted
 from deepinfer.client.core.config import ClientConfig
-from deepinfer.gateway.actor import ControllerAccess, GatewayActor, GatewaySettings
+from deepinfer.gateway.actor import GatewayActor
 from deepinfer.gateway.tls import ServerTls
-from deepinfer.proto import control_pb2_grpc, inference_pb2, link_pb2_grpc
-from deepinfer.text.load import load_tokenizer
+from deepinfer.proto import inference_pb2, link_pb2_grpc
 from support.byte_tokenizer import write_byte_tokenizer
 from support.certificates import Authority
-from support.gateway_world import (
-    METADATA,
-    SECRET,
-    TOKEN,
-    MinimalController,
-    ScriptedWorker,
-    eventually,
-)
+from support.gateway_actor import gateway_settings, served_controller, serving_worker
+from support.gateway_world import METADATA, TOKEN, MinimalController, eventually, settle
 
 ANSWER = "hello there, " * 8
 IMPATIENT = ClientConfig(connect_give_up_ms=5_000)
@@ -71,64 +63,33 @@ def live(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
                 key_file=str(pair.key),
                 client_ca_file=str(authority.root) if mutual else None,
             )
-            runner.run(_serve(folder, authority, tls, test))
-            gc.collect()
-            runner.run(asyncio.sleep(0))
+            settle(runner, _serve(folder, authority, tls, test))
 
         yield run
 
 
 async def _serve(folder: Path, authority: Authority, tls: ServerTls, test: Test) -> None:
-    controller = MinimalController()
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-    control_pb2_grpc.add_ControlServicer_to_server(controller, server)
-    control = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
+    settings = gateway_settings(folder, tls=tls)
+    async with served_controller() as (controller, access):
+        actor = GatewayActor(settings, access)
+        address = await actor.address()
+        await eventually(lambda: bool(controller.reports))
+        # Workers are told of another port, without TLS.
+        link = controller.reports[0].address
+        assert link != address
 
-    async def find() -> str:
-        return control
+        async def restart() -> None:
+            nonlocal actor
+            await actor.stop()
+            port, link_port = (int(at.rpartition(":")[2]) for at in (address, link))
+            actor = GatewayActor(replace(settings, port=port, link_port=link_port), access)
+            assert await actor.address() == address
 
-    async def status() -> Mapping[str, object]:
-        return {"swapped": 0}
-
-    settings = GatewaySettings(
-        gateway="gateway-0",
-        model="bytes",
-        model_path=str(folder),
-        max_context_tokens=512,
-        vocab_size=259,
-        eos_token_ids=(258,),
-        kv_cache_dtype="fp16",
-        token=TOKEN,
-        secret=SECRET,
-        tls=tls,
-    )
-    access = ControllerAccess(find=find, status=status)
-    actor = GatewayActor(settings, access)
-    address = await actor.address()
-    await eventually(lambda: bool(controller.reports))
-    # Workers are told of another port, without TLS.
-    link = controller.reports[0].address
-    assert link != address
-    worker = ScriptedWorker("w", link, load_tokenizer(folder), ANSWER)
-    controller.workers.append(worker)
-    serving = asyncio.create_task(worker.serve())
-
-    async def restart() -> None:
-        nonlocal actor
-        await actor.stop()
-        ports = {"port": int(address.rpartition(":")[2]), "link_port": int(link.rpartition(":")[2])}
-        actor = GatewayActor(replace(settings, **ports), access)  # type: ignore[arg-type]
-        assert await actor.address() == address
-
-    try:
-        async with asyncio.timeout(60):
-            await test(Served(address, authority.root, authority, controller, restart))
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await actor.stop()
-        await server.stop(None)
+        try:
+            async with serving_worker(controller, link, folder, ANSWER), asyncio.timeout(60):
+                await test(Served(address, authority.root, authority, controller, restart))
+        finally:
+            await actor.stop()
 
 
 async def refused(client: AsyncClient, words: str) -> None:

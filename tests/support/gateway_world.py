@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -369,17 +370,22 @@ def run_in_world(
     answer: str,
     config: GatewayConfig | None = None,
 ) -> None:
-    """Run ``test`` in a world of its own, on a loop that outlives the world.
-
-    ``grpc.aio.Server.__del__`` starts a task on the loop it was made on, even when stopped.
-    """
+    """Run ``test`` in a world of its own, on a loop that outlives the world."""
 
     async def run() -> None:
         async with asyncio.timeout(60), running_world(folder, answer=answer, config=config) as w:
             await test(w)
 
+    settle(runner, run())
+
+
+def settle(runner: asyncio.Runner, test: Coroutine[Any, Any, None]) -> None:
+    """Run ``test`` on the runner's loop, and after it what its servers leave there.
+
+    ``grpc.aio.Server.__del__`` starts a task on the loop it was made on, even when stopped.
+    """
     try:
-        runner.run(run())
+        runner.run(test)
     finally:
         gc.collect()
         runner.run(asyncio.sleep(0))
