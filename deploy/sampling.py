@@ -82,6 +82,13 @@ class Sampling:
         bool, typer.Option(help="Leave control tokens out of the text.")
     ] = True
 
+    def __post_init__(self) -> None:
+        """Raises BadParameter: a token id has two biases."""
+        ids = [bias.token_id for bias in self.logit_bias or ()]
+        for token_id in ids:
+            if ids.count(token_id) > 1:
+                raise typer.BadParameter(f"--logit-bias: {token_id} is named more than once")
+
     def options(self) -> dict[str, Any]:
         """The SDK's options (``deepinfer.client.Options``)."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -190,6 +190,12 @@ def test_what_is_no_bias_is_told(bias: str) -> None:
     assert f"Invalid value for '--logit-bias': {bias!r}: must be ID=VALUE" in said
 
 
+def test_two_biases_of_one_token_are_refused() -> None:
+    result = CliRunner().invoke(app, ["chat", "--logit-bias", "5=1", "--logit-bias", "05=2"])
+    assert result.exit_code == 2
+    assert "--logit-bias: 5 is named more than once" in " ".join(result.stderr.split())
+
+
 def test_what_only_json_can_hold_is_refused_without_it() -> None:
     result = CliRunner().invoke(app, ["generate", "x", "--n", "2", "--prompt-logprobs", "0"])
     assert result.exit_code == 2
