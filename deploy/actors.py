@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.deploy import interrupts
 from deepinfer.deploy.access import CONTROLLER, NAMESPACE, RayController
-from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.config import ClusterConfig, Device
+from deepinfer.deploy.devices import share_cards
 from deepinfer.deploy.errors import LaunchError, cause_of
 from deepinfer.deploy.nodes import Node, Nodes, advertised_host
 from deepinfer.deploy.tls import server_tls
@@ -40,8 +41,9 @@ class Served:
     path: Path
     config: ModelConfig
     layout: KvLayout
-    blocks: int
-    """In each worker's pool."""
+    device: Device = "cpu"
+    blocks: int | None
+    """In each worker's pool; None: what fits on its card."""
 
 
 @dataclass(slots=True)
@@ -167,10 +169,18 @@ class Actors:
 
     def _create_worker(self, name: str, model: Served, node: Node, env: dict[str, str]) -> None:
         with interrupts.held():
-            from deepinfer.workers.actor import WorkerActor, WorkerSettings
+            from deepinfer.workers.actor import GpuSettings, WorkerActor, WorkerSettings
             from deepinfer.workers.core.config import WorkerConfig
 
         config = self.config
+        gpu, share = None, 0.0
+        if model.device == "cuda":
+            share = share_cards(config.workers, node.cards).of_card
+            gpu = GpuSettings(
+                memory_utilization=config.gpu_memory_utilization * share,
+                fill_card=model.blocks is None,
+                probe=config.gpu_probe,
+            )
         self._actor(
             name,
             node,
@@ -181,11 +191,12 @@ class Actors:
                 model_path=str(model.path),
                 kv_cache_dtype=config.kv_cache_dtype,
                 threads=config.threads,
+                gpu=gpu,
                 store_path=config.store_path,
                 token=self.token,
                 failed_start_exit_s=FAILED_START_EXIT_S,
                 config=WorkerConfig(
-                    blocks_total=model.blocks,
+                    blocks_total=1 if model.blocks is None else model.blocks,
                     block_size=config.block_size,
                     block_bytes=model.layout.block_bytes,
                     max_batch_tokens=config.max_batch_tokens,
@@ -196,10 +207,17 @@ class Actors:
             ),
             RayController(NAMESPACE).address,
             env=_worker_env(config) | env,
+            num_gpus=share,
         )
 
     def _actor(
-        self, name: str, node: Node, kind: type, *args: object, env: dict[str, str] | None = None
+        self,
+        name: str,
+        node: Node,
+        kind: type,
+        *args: object,
+        env: dict[str, str] | None = None,
+        num_gpus: float = 0.0,
     ) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -217,6 +235,7 @@ class Actors:
                     max_restarts=-1,
                     max_task_retries=0,
                     num_cpus=0,
+                    num_gpus=num_gpus,
                     runtime_env={"env_vars": env} if env else None,
                     **options,
                 )
@@ -282,6 +301,17 @@ class Actors:
                 raise LaunchError(f"{names} did not come up in {START_TIMEOUT_S:g} s")
         self._await_reports(deadline)
         return tuple(addresses[f"gateway-{i}"] for i in range(self.config.gateways))
+
+    def notes(self) -> tuple[str, ...]:
+        """What the workers have to say of their devices, a line each; they serve."""
+        import ray
+
+        workers = [name for name in self.handles if name.startswith("worker-")]
+        asked = [self.handles[name].notes.remote() for name in workers]
+        said = ray.get(asked, timeout=START_TIMEOUT_S)
+        return tuple(
+            f"{name}: {line}" for name, lines in zip(workers, said, strict=True) for line in lines
+        )
 
     def _answer(self, name: str, answer: Any, session: Path | None) -> Any:
         """What an actor said.

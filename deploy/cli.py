@@ -73,6 +73,10 @@ def up(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes on each node.")] = None,
     gateways: Annotated[int | None, typer.Option(help="Gateway processes.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="auto, cpu or cuda.", autocompletion=one_of("auto", "cpu", "cuda")),
+    ] = None,
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +86,14 @@ def up(
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     max_cache: Annotated[
-        str | None, typer.Option(help='KV pool of a worker: "512MiB" or "3 blocks".')
+        str | None, typer.Option(help='KV pool of a worker: "512MiB", "3 blocks" or auto.')
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a card that its workers fill.")
+    ] = None,
+    gpu_probe: Annotated[
+        bool | None,
+        typer.Option("--gpu-probe/--no-gpu-probe", help="Measure a GPU worker's bus."),
     ] = None,
     prefill_chunk_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens of one request in one step, at most.")

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from deepinfer.deploy import interrupts
 from deepinfer.deploy.actors import START_TIMEOUT_S, Actors, Served, bind, end_actors
-from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.config import ClusterConfig, Device
 from deepinfer.deploy.errors import LaunchError
 from deepinfer.deploy.models import check_model, resolve_model
 from deepinfer.deploy.rays import OwnRay, RunningRay
@@ -51,6 +51,8 @@ class Cluster:
     endpoints: tuple[str, ...] = ()
     metrics: str | None = None
     """host:port of ``/metrics``; None: nowhere."""
+    notes: tuple[str, ...] = ()
+    """What workers have to say of their memory."""
     token: str = field(default="", repr=False)
     actors: dict[str, Any] = field(default_factory=dict)
     """Ray's handle of each, by name."""
@@ -95,17 +97,19 @@ class Cluster:
         config = self.config
         check_server_tls(config)
         self.ray.prepare()
+        device = self.ray.device(config, self.say)
         _refuse_taken(config)
         self.token = read_or_make_token(self.token_file)
         self.say(f"opening the model {config.model}")
         model = resolve_model(config.model, progress=self._fetching)
-        served = _open(model, config)
+        served = _open(model, config, device)
         self.say(self.ray.starting)
         nodes = self.ray.start(config)
         self.say("starting controller, store, gateways and workers")
         actors = Actors(config, nodes, self.token, self.actors)
         actors.create(served, self.worker_env)
         self.endpoints = actors.await_ready(self.say, self.loading, self.ray.session)
+        self.notes = actors.notes()
         self.metrics = actors.await_metrics()
 
     def _fetching(self, done: int, total: int) -> None:
@@ -148,7 +152,7 @@ def _refuse_taken(config: ClusterConfig) -> None:
             ) from error
 
 
-def _open(model: Path, config: ClusterConfig) -> Served:
+def _open(model: Path, config: ClusterConfig, device: Device) -> Served:
     """Check that the model can be served, and how large its KV blocks are.
 
     Raises:
@@ -169,5 +173,11 @@ def _open(model: Path, config: ClusterConfig) -> Served:
         threads=config.threads,
     )
     layout = kv_layout(served, resolve_kv_dtype(config.kv_cache_dtype), config.block_size)
-    blocks = config.cache_size.blocks_of(layout.block_bytes)
-    return Served(path=model, config=served, layout=layout, blocks=blocks)
+    size = config.cache_size(device)
+    return Served(
+        path=model,
+        config=served,
+        layout=layout,
+        device=device,
+        blocks=None if size is None else size.blocks_of(layout.block_bytes),
+    )

@@ -19,8 +19,14 @@ from deepinfer.kvstore.core.layout import resolve_kv_dtype
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*$")
 
+Device = Literal["cpu", "cuda"]
+"""What workers compute on, once it is known."""
+
 METRICS_PORT_OFFSET = 10
 """From the first gateway's port, so that several clusters do not meet."""
+
+AUTO_CPU_CACHE = "512MiB"
+"""What ``max_cache = auto`` is on a CPU: a card has a size, a host's memory is everybody's."""
 
 
 class ConfigError(ValueError):
@@ -42,7 +48,7 @@ class CacheSize(BaseModel):
         Raises:
             ValueError: neither form, or zero.
         """
-        allowed = 'a size such as "512MiB" or "2GiB", or a number of blocks such as "3 blocks"'
+        allowed = 'auto, a size such as "512MiB", or a number of blocks such as "3 blocks"'
         match = _SIZE.match(text)
         if match is None:
             raise ValueError(f"max_cache = {text!r}: must be {allowed}")
@@ -85,6 +91,10 @@ class ClusterConfig(BaseModel):
         description="Model folder, GGUF file, org/name of a hub, or demo.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Worker processes on each node.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="What workers compute on: cpu, cuda, or auto: a card where one can serve.",
+    )
     gateways: int = Field(
         default=1, ge=1, le=64, description="Gateway processes, on ports from --port."
     )
@@ -93,7 +103,19 @@ class ClusterConfig(BaseModel):
     )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     max_cache: str = Field(
-        default="512MiB", description='KV pool of a worker: "512MiB" or "3 blocks".'
+        default="auto",
+        description='KV pool of a worker: "512MiB", "3 blocks", or auto: what fits on its card '
+        f"({AUTO_CPU_CACHE} on a CPU).",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        ge=0.05,
+        le=1,
+        description="Share of a card that its workers fill, if max_cache is auto.",
+    )
+    gpu_probe: bool = Field(
+        default=True,
+        description="Measure the bus and what can be pinned when a GPU worker starts.",
     )
     prefill_chunk_tokens: int = Field(
         default=256,
@@ -178,7 +200,8 @@ class ClusterConfig(BaseModel):
     @field_validator("max_cache")
     @classmethod
     def _readable_size(cls, value: str) -> str:
-        CacheSize.parse(value)
+        if value != "auto":
+            CacheSize.parse(value)
         return value
 
     @model_validator(mode="after")
@@ -194,6 +217,17 @@ class ClusterConfig(BaseModel):
                     raise ValueError(
                         f"{name} = {getattr(self, name)!r} has no meaning with cpu_offload = false"
                     )
+        if self.device == "cpu":
+            for name in ("gpu_memory_utilization", "gpu_probe"):
+                if name in self.model_fields_set:
+                    raise ValueError(
+                        f"{name} = {getattr(self, name)!r} has no meaning with device = 'cpu'"
+                    )
+        if self.max_cache != "auto" and "gpu_memory_utilization" in self.model_fields_set:
+            raise ValueError(
+                f"gpu_memory_utilization = {self.gpu_memory_utilization:g} has no meaning with "
+                f"max_cache = {self.max_cache!r}: must be one of them"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = "tls_cert", "tls_key"
             if self.tls_cert is None:
@@ -230,9 +264,11 @@ class ClusterConfig(BaseModel):
             return self.metrics_port
         return self.port + METRICS_PORT_OFFSET if self.port else None
 
-    @property
-    def cache_size(self) -> CacheSize:
-        return CacheSize.parse(self.max_cache)
+    def cache_size(self, device: Device) -> CacheSize | None:
+        """The KV pool of a worker on ``device``; None: what fits on its card."""
+        if self.max_cache != "auto":
+            return CacheSize.parse(self.max_cache)
+        return None if device == "cuda" else CacheSize.parse(AUTO_CPU_CACHE)
 
     @property
     def loopback(self) -> bool:

@@ -94,6 +94,7 @@ def _too_small(
     return ClusterConfig(
         model=model,
         workers=WORKERS,
+        device="cpu",  # the answers to compare with come from there
         kv_cache_dtype=kv_cache_dtype,
         block_size=BLOCK_SIZE,
         max_cache=f"{blocks} blocks",

@@ -85,6 +85,8 @@ def serve(cluster: Cluster, *, detach: bool) -> None:
     with cluster:
         if (loose := exposed(cluster.token_file)) is not None:
             _say(f"warning: {loose}")
+        for note in cluster.notes:
+            _say(note)
         _say(f"serving {cluster.config.model} at {', '.join(cluster.endpoints)}")
         _say(f"token in {cluster.token_file}")
         if detach:

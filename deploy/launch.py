@@ -66,6 +66,8 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
             )
             stack.callback(forget, here.name)
             remember(here)
+            for note in cluster.notes:
+                console.print(note, markup=False, highlight=False)
             stack.callback(console.print, "stopping")
             console.print(f"serving {config.model} at {', '.join(cluster.endpoints)}")
             if certificate is not None:

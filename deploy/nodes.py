@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.config import ClusterConfig, Device
+from deepinfer.deploy.devices import cards_of
 from deepinfer.deploy.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
@@ -26,6 +27,8 @@ class Node:
     """Where its processes serve the others."""
     ray_id: str | None = None
     """Its id in Ray: actors stay there. None if Ray has one node only."""
+    cards: int = 0
+    """CUDA cards, where workers compute on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +49,21 @@ HERE = Nodes(home=Node("local", LOOPBACK), computing=(Node("local", LOOPBACK),))
 """This machine alone."""
 
 
-def choose_nodes(records: Sequence[Mapping[str, Any]], wanted: int | Literal["all"]) -> Nodes:
+def choose_nodes(
+    records: Sequence[Mapping[str, Any]], wanted: int | Literal["all"], device: Device = "cpu"
+) -> Nodes:
     """Pick from ``ray.nodes()``: the head, which is home, first; the others by address.
 
-    A node computes if Ray has CPUs there: a head with ``num-cpus: 0``, as KubeRay has it, gets the
-    controller and the gateways only.
+    A node computes if Ray has CPUs there, and cards if ``device`` is cuda: a head with
+    ``num-cpus: 0``, as KubeRay has it, gets the controller and the gateways only.
 
     Args:
         records: what ``ray.nodes()`` returned.
         wanted: how many nodes compute; ``all`` takes every one.
+        device: what their workers compute on.
 
     Raises:
-        LaunchError: fewer nodes have CPUs than wanted, or none; says both numbers.
+        LaunchError: fewer nodes can compute than wanted, or none; says both numbers.
     """
     alive = sorted(
         (record for record in records if record["Alive"]),
@@ -73,14 +79,18 @@ def choose_nodes(records: Sequence[Mapping[str, Any]], wanted: int | Literal["al
             ),
             address=record["NodeManagerAddress"],
             ray_id=record["NodeID"],
+            cards=cards_of(record) if device == "cuda" else 0,
         )
         for record in alive
     }
     able = [nodes[r["NodeID"]] for r in alive if r["Resources"].get("CPU", 0) > 0]
+    if device == "cuda":
+        able = [node for node in able if node.cards]
     least = 1 if wanted == "all" else wanted
     if len(able) < least:
         raise LaunchError(
-            f"nodes = {wanted}: Ray has {len(able)} nodes with CPUs, of {len(alive)} that are alive"
+            f"nodes = {wanted}: Ray has {len(able)} nodes with "
+            f"{'CPUs' if device == 'cpu' else 'GPUs'}, of {len(alive)} that are alive"
         )
     home = nodes[alive[0]["NodeID"]]
     chosen = Nodes(home=home, computing=tuple(able if wanted == "all" else able[:wanted]))

@@ -1,7 +1,7 @@
 """The Ray under a cluster: a head of our own, or one that runs already.
 
-Both are asked to ``prepare``, to ``start`` (which says where actors go) and to ``stop``; nothing is
-left of the first, and the second is left as it was found.
+Both are asked to ``prepare``, for the ``device`` of workers, to ``start`` (which says where actors
+go) and to ``stop``; nothing is left of the first, and the second is left as it was found.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from deepinfer.deploy import interrupts
 from deepinfer.deploy.access import CONTROLLER, NAMESPACE
-from deepinfer.deploy.config import ClusterConfig
+from deepinfer.deploy.config import ClusterConfig, Device
+from deepinfer.deploy.devices import local_device, ray_device
 from deepinfer.deploy.errors import LaunchError, cause_of
 from deepinfer.deploy.nodes import HERE, Nodes, check_reachable, choose_nodes
 
@@ -37,9 +39,19 @@ class OwnRay:
     session: Path | None = None
     """The folder with Ray's sockets and logs; removed unless something failed."""
     _started: bool = False
+    _cards: int = 0
 
     def prepare(self) -> None:
         """Nothing is to be known of it before it is started."""
+
+    def device(self, config: ClusterConfig, say: Callable[[str], None]) -> Device:
+        """What workers compute on.
+
+        Raises:
+            LaunchError: a card was asked for, and none can serve.
+        """
+        device, self._cards = local_device(config, say)
+        return device
 
     def start(self, config: ClusterConfig) -> Nodes:
         """Start it.
@@ -50,8 +62,9 @@ class OwnRay:
         _import_ray()
         self._started = True
         with interrupts.held():  # a Ray that is half started leaves processes behind
-            self.session = _start_ray(config.log_level)
-        return HERE
+            self.session = _start_ray(config.log_level, self._cards)
+        here = replace(HERE.home, cards=self._cards)
+        return Nodes(home=here, computing=(here,))
 
     @property
     def up(self) -> bool:
@@ -83,6 +96,7 @@ class RunningRay:
     session: Path | None = None
     """The folder with Ray's logs on this node."""
     _joined: bool = False
+    _device: Device = "cpu"
 
     def prepare(self) -> None:
         """Join it.
@@ -96,6 +110,13 @@ class RunningRay:
                 "a DeepInfer cluster runs in this Ray already: stop its job (`ray job stop`), or "
                 "remove a detached one with `python -m deepinfer.deploy.job --down`"
             )
+
+    def device(self, config: ClusterConfig, say: Callable[[str], None]) -> Device:
+        """What workers compute on: cards, if auto finds a node that has some."""
+        import ray
+
+        self._device = ray_device(config, ray.nodes())  # type: ignore[no-untyped-call]
+        return self._device
 
     def start(self, config: ClusterConfig) -> Nodes:
         """Wait for as many nodes as are wanted.
@@ -167,7 +188,7 @@ class RunningRay:
         import ray
 
         records = ray.nodes()  # type: ignore[no-untyped-call]
-        return choose_nodes(records, self.wanted)
+        return choose_nodes(records, self.wanted, self._device)
 
 
 def members() -> tuple[str, ...]:
@@ -213,7 +234,7 @@ def _import_ray() -> None:
         raise LaunchError("this process already uses Ray: stop that first (ray.shutdown())")
 
 
-def _start_ray(log_level: str) -> Path | None:
+def _start_ray(log_level: str, cards: int) -> Path | None:
     """Start a Ray head of our own, on loopback, with token authentication.
 
     Returns:
@@ -227,6 +248,7 @@ def _start_ray(log_level: str) -> Path | None:
             namespace=NAMESPACE,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
+            num_gpus=cards,
             _node_ip_address="127.0.0.1",
             log_to_driver=log_level == "debug",
             logging_level=logging.WARNING,

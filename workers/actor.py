@@ -37,6 +37,29 @@ EXIT_DEVICE_FAILED = 70
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSettings:
+    """What a worker on a CUDA card is told besides.
+
+    Raises:
+        ValueError: memory_utilization is not above 0 and at most 1.
+    """
+
+    memory_utilization: float = 0.9
+    """The share of the card that may be in use when the worker serves, by whomever."""
+    fill_card: bool = True
+    """The KV pool takes what is left of that; ``WorkerConfig.blocks_total`` is the least that will
+    do. Otherwise it has exactly so many blocks."""
+    probe: bool = True
+    """Measure the bus and what can be pinned."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(
+                f"memory_utilization = {self.memory_utilization}: must be above 0 and at most 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """All that one worker process is told; picklable.
 
@@ -51,6 +74,8 @@ class WorkerSettings:
     kv_cache_dtype: str = "auto"
     threads: int = 1
     """Compute threads, set explicitly: Ray would leave one."""
+    gpu: GpuSettings | None = None
+    """None: the CPU computes."""
     store_path: StorePath = "auto"
     failed_start_exit_s: float | None = None
     """A process that could not start says why for so long and then exits, for Ray to start anew;
@@ -83,6 +108,7 @@ class WorkerActor:
         self._incarnation = Incarnation(time.time_ns() // 1000)
         self._shell: asyncio.Future[WorkerShell] = asyncio.get_running_loop().create_future()
         self._progress = (0, 0)
+        self._notes: tuple[str, ...] = ()
         self._starting = asyncio.create_task(self._start())
 
     async def order(self, order: Order, directory: Mapping[str, str]) -> None:
@@ -118,6 +144,11 @@ class WorkerActor:
         """Bytes of weights read, and how many there are (0 while that is not known)."""
         return self._progress
 
+    async def notes(self) -> tuple[str, ...]:
+        """What the device has to say of itself, a line each: its memory, by purpose."""
+        await self._ready()
+        return self._notes
+
     async def stop(self) -> None:
         """End the engine's thread and hang up on everyone."""
         self._starting.cancel()
@@ -148,6 +179,7 @@ class WorkerActor:
                 find_controller=self._find_controller,
                 die=_die,
             )
+            self._notes = device.notes
             self._shell.set_result(shell)
             log.info("worker %s serves (incarnation %d)", self._settings.worker, self._incarnation)
         except asyncio.CancelledError:

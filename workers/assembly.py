@@ -19,6 +19,7 @@ from deepinfer.workers.core.config import WorkerConfigError
 from deepinfer.workers.core.core import WorkerCore
 from deepinfer.workers.engine import Engine
 from deepinfer.workers.failpoints import Failpoints
+from deepinfer.workers.gpu.card import find_card
 from deepinfer.workers.links import GatewayLinks, ReportLink
 from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.model.load import load_model
@@ -35,6 +36,8 @@ class Device(NamedTuple):
     engine: Engine
     pool: PagedPool
     identity: KvIdentity
+    notes: tuple[str, ...] = ()
+    """What there is to say of it at the start, a line each."""
 
 
 def open_device(
@@ -44,18 +47,27 @@ def open_device(
 
     ``progress(bytes_read, bytes_total)`` is told of each tensor that was read.
 
-    Raises what ``load_model`` raises, and WorkerConfigError for another model's ``block_bytes``.
+    Raises what ``load_model`` raises, and WorkerConfigError for another model's ``block_bytes``;
+    with ``settings.gpu`` also what ``find_card`` and ``open_gpu`` raise.
     """
     config = settings.config
+    if settings.gpu is not None:
+        find_card()  # what is missing is said before gigabytes are read
     loaded = load_model(Path(settings.model_path), progress=progress)
     dtype = resolve_kv_dtype(settings.kv_cache_dtype)
     layout = kv_layout(loaded.config, dtype, config.block_size)
     if config.block_bytes != layout.block_bytes:
         raise WorkerConfigError("block_bytes", config.block_bytes, f"{layout.block_bytes} here")
+    identity = KvIdentity(model=loaded.fingerprint)
+    if settings.gpu is not None:
+        from deepinfer.workers.gpu.opening import open_gpu
+
+        ready = open_gpu(find_card(), loaded, layout, settings.gpu, config)
+        return Device(Engine(ready.runner, failpoints), ready.pool, identity, ready.notes)
     backend = CpuBackend(threads=settings.threads)
     pool = PagedPool(layout, config.blocks_total, backend.device)
     engine = Engine(ModelRunner(loaded, pool, backend), failpoints)
-    return Device(engine, pool, KvIdentity(model=loaded.fingerprint))
+    return Device(engine, pool, identity)
 
 
 def assemble(
@@ -74,7 +86,7 @@ def assemble(
     ref = WorkerRef(WorkerId(settings.worker), incarnation)
     identity = device.identity
     salt = f"{identity.model}/{identity.precision}/{device.pool.layout.fingerprint()}"
-    config = replace(settings.config, cache_salt=salt.encode())
+    config = replace(settings.config, cache_salt=salt.encode(), blocks_total=device.pool.num_blocks)
     core = WorkerCore(ref, NodeId(settings.node), config)
     shell = WorkerShell(core, device.engine, die=die)
     shell.connect(

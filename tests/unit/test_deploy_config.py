@@ -14,7 +14,8 @@ def test_flags_lie_over_the_file_and_those_not_given_do_not(tmp_path: Path) -> N
     file.write_text("workers: 2\nkv_cache_dtype: int8\nmax_cache: 3 blocks\n")
     config = load_config(file, {"workers": 4, "block_size": None})
     assert (config.workers, config.kv_cache_dtype, config.block_size) == (4, "int8", 16)
-    assert config.cache_size == CacheSize(blocks=3)
+    assert config.cache_size("cpu") == CacheSize(blocks=3)
+    assert config.cache_size("cuda") == CacheSize(blocks=3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""The card's memory at start-up: who gets how much, said once, and refused where it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from deepinfer.kvstore.core.layout import KvLayout
+from deepinfer.workers.gpu.card import GpuMemoryError
+
+MIB: Final = 2**20
+
+GRAPH_BYTES: Final = 6 * MIB
+"""Set aside for each CUDA graph before it is captured: the driver's own copy of its nodes."""
+
+SLACK_BYTES: Final = 256 * MIB
+"""Set aside for cuBLAS's workspaces, the allocator's rounding and modules loaded later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """Bytes of the card by purpose. Frozen: stages of a start-up make it by ``replace``."""
+
+    card: int
+    utilization: float
+    """The share of the card that this worker may take, with all that was taken before it."""
+    context: int
+    """CUDA's context and modules, and whatever other processes hold."""
+    weights: int
+    scratch: int
+    """Activations, attention's partial results, workspaces."""
+    graphs: int
+    kv: int = 0
+
+    @property
+    def used(self) -> int:
+        """All of it."""
+        return self.context + self.weights + self.scratch + self.graphs + self.kv
+
+    @property
+    def left(self) -> int:
+        """What nobody was given; not below 0 unless something else took memory meanwhile."""
+        return self.card - self.used
+
+    def room(self) -> int:
+        """Bytes that a KV pool may take within ``utilization``; may be negative."""
+        return int(self.card * self.utilization) - self.used
+
+    def lines(self) -> tuple[str, ...]:
+        """A table: one purpose a line, in MiB and in percent of the card."""
+        rows = (
+            ("CUDA context and others", self.context),
+            ("weights", self.weights),
+            ("scratch", self.scratch),
+            ("graphs", self.graphs),
+            ("KV pool", self.kv),
+            ("left", self.left),
+            ("card", self.card),
+        )
+        return tuple(
+            f"{name:<24}{size / MIB:>10,.0f} MiB {size / self.card:>7.1%}" for name, size in rows
+        )
+
+
+def blocks_that_fit(budget: MemoryBudget, layout: KvLayout, wanted: int) -> int:
+    """Blocks of a pool that takes what the budget leaves: at least ``wanted``.
+
+    Raises:
+        GpuMemoryError: there is room for fewer; says both numbers.
+    """
+    blocks = budget.room() // layout.block_bytes
+    if blocks < wanted:
+        raise GpuMemoryError(
+            f"gpu_memory_utilization = {budget.utilization:g} of {budget.card / MIB:,.0f} MiB "
+            f"leaves {max(0, budget.room()) / MIB:,.0f} MiB for KV, {wanted} blocks of "
+            f"{layout.block_bytes:,} bytes need {wanted * layout.block_bytes / MIB:,.1f} MiB: "
+            + _shares(budget)
+        )
+    return blocks
+
+
+def check_fits(budget: MemoryBudget, layout: KvLayout, blocks: int) -> None:
+    """Refuse a pool of ``blocks`` that the whole card has no room for.
+
+    Raises:
+        GpuMemoryError: says what it needs and what is left.
+    """
+    needed = layout.payload_bytes(blocks)
+    if needed > budget.left:
+        raise GpuMemoryError(
+            f"max_cache = {blocks} blocks needs {needed / MIB:,.0f} MiB, the card has "
+            f"{max(0, budget.left) / MIB:,.0f} MiB left of {budget.card / MIB:,.0f}: "
+            + _shares(budget)
+        )
+
+
+def _shares(budget: MemoryBudget) -> str:
+    return (
+        f"context and others take {budget.context / MIB:,.0f}, weights "
+        f"{budget.weights / MIB:,.0f}, scratch {budget.scratch / MIB:,.0f}, graphs "
+        f"{budget.graphs / MIB:,.0f}"
+    )

@@ -1,0 +1,166 @@
+"""A checkpoint's tensors on the card: fused, in half precision, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.linear import F16Weight, W4Weight, interleave_gate_up
+from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.decoder import EMBEDDING, MLP_WIDTH_MULTIPLE, RopeTable
+from deepinfer.workers.model.heap import trim_heap
+from deepinfer.workers.model.weights import CheckpointError, LoadedModel, WeightSource
+
+Weight = F16Weight | W4Weight
+"""A linear layer ``[out_features, in_features]`` as the kernels take it."""
+
+HALF_MAX: Final = 65504.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuLayer:
+    """One layer. Norms are float32; ``gate_up``'s rows are interleaved by eights."""
+
+    input_norm: Tensor
+    qkv: Weight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Weight
+    mlp_norm: Tensor
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuWeights:
+    """A model on one card. ``head`` is the embedding itself where they are tied.
+
+    ``mlp_width`` is the intermediate size with its padding; ``cos`` and ``sin`` are float32
+    ``[positions, rotary_dim / 2]``.
+    """
+
+    config: ModelConfig
+    fingerprint: str
+    embedding: Tensor
+    layers: tuple[GpuLayer, ...]
+    norm: Tensor
+    head: Weight
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def mlp_width(self) -> int:
+        """Columns of ``down``."""
+        return padded_width(self.config)
+
+
+def padded_width(config: ModelConfig) -> int:
+    """The MLP's width on the card: zero columns and rows fill it up."""
+    return config.intermediate_size + -config.intermediate_size % MLP_WIDTH_MULTIPLE
+
+
+def load_weights(model: LoadedModel, device: torch.device, positions: int) -> GpuWeights:
+    """Copy a checkpoint to the card, tensor by tensor; the host never holds more than one.
+
+    RoPE's table is made for ``positions``.
+
+    Raises:
+        CheckpointError: damaged, or a weight that half precision cannot hold.
+    """
+    reader = _Reader(model.weights, device)
+    config = model.config
+    embedding = reader.half(EMBEDDING)
+    layers = []
+    for index in range(config.layers):
+        layers.append(_layer(reader, config, index))
+        model.weights.release()
+        trim_heap()
+    if config.tied_embeddings:
+        head = F16Weight(embedding, None)
+    else:
+        head = F16Weight(reader.half("lm_head.weight"), None)
+    cos, sin = RopeTable(config, torch.device("cpu")).at(torch.arange(positions))
+    weights = GpuWeights(
+        config=config,
+        fingerprint=model.fingerprint,
+        embedding=embedding,
+        layers=tuple(layers),
+        norm=reader.vector("model.norm.weight"),
+        head=head,
+        cos=cos.to(device),
+        sin=sin.to(device),
+    )
+    model.weights.release()
+    trim_heap()
+    return weights
+
+
+class _Reader:
+    """Reads a checkpoint's tensors onto a device."""
+
+    def __init__(self, source: WeightSource, device: torch.device) -> None:
+        self._source = source
+        self._device = device
+
+    def half(self, name: str) -> Tensor:
+        """One tensor in float16, converted on the card."""
+        # Stored dtype over the bus: half as much for BF16 as for float32.
+        stored = self._source.read(name).to(self._device)
+        if stored.dtype != torch.float16:
+            # A comparison that NaN fails too.
+            if not bool((stored.abs().amax() <= HALF_MAX).item()):
+                raise CheckpointError(
+                    f"tensor {name} holds values that float16 cannot (beyond ±{HALF_MAX:g}, or "
+                    "NaN): serve it with --device cpu"
+                )
+            stored = stored.to(torch.float16)
+        return stored.contiguous()
+
+    def vector(self, name: str) -> Tensor:
+        """A norm's weight, float32."""
+        return self._source.read(name).to(self._device, torch.float32).contiguous()
+
+    def rows(self, names: Sequence[str]) -> Tensor:
+        """Matrices (or biases) one below the other."""
+        parts = [self.half(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _layer(reader: _Reader, config: ModelConfig, index: int) -> GpuLayer:
+    prefix = f"model.layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    padding = padded_width(config) - config.intermediate_size
+    if config.fused_projections:
+        qkv = reader.half(f"{attention}.qkv_proj.weight")
+        gate, up = reader.half(f"{mlp}.gate_up_proj.weight").chunk(2)
+    else:
+        qkv = reader.rows([f"{attention}.{part}_proj.weight" for part in "qkv"])
+        gate = reader.half(f"{mlp}.gate_proj.weight")
+        up = reader.half(f"{mlp}.up_proj.weight")
+    qkv_bias = gate_up_bias = out_bias = down_bias = None
+    if config.qkv_bias:
+        qkv_bias = reader.rows([f"{attention}.{part}_proj.bias" for part in "qkv"])
+    if config.o_bias:
+        out_bias = reader.half(f"{attention}.o_proj.bias")
+    if config.mlp_bias:
+        biases = (reader.half(f"{mlp}.{part}_proj.bias") for part in ("gate", "up"))
+        gate_bias, up_bias = (F.pad(bias, (0, padding))[:, None] for bias in biases)
+        gate_up_bias = interleave_gate_up(gate_bias, up_bias).view(-1)
+        down_bias = reader.half(f"{mlp}.down_proj.bias")
+    gate, up = (F.pad(part, (0, 0, 0, padding)) if padding else part for part in (gate, up))
+    down = reader.half(f"{mlp}.down_proj.weight")
+    return GpuLayer(
+        input_norm=reader.vector(f"{prefix}.input_layernorm.weight"),
+        qkv=F16Weight(qkv, qkv_bias),
+        q_norm=reader.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
+        k_norm=reader.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
+        out=F16Weight(reader.half(f"{attention}.o_proj.weight"), out_bias),
+        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=F16Weight(interleave_gate_up(gate, up), gate_up_bias),
+        down=F16Weight(F.pad(down, (0, padding)) if padding else down, down_bias),
+    )
