@@ -19,7 +19,7 @@ from deepinfer.controller import metrics
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.core import ControllerCore
 from deepinfer.controller.ports import Directory, Orders
-from deepinfer.controller.scrape import ScrapeServer, ScrapeSettings
+from deepinfer.controller.scrape import ScrapeSettings
 from deepinfer.controller.service import build_server
 from deepinfer.controller.shell import Shell, wall_ms
 from deepinfer.controller.stores import GrpcStores
@@ -155,6 +155,9 @@ class ControllerActor:
 
     async def _scrape(self, settings: ScrapeSettings) -> None:
         """Serve ``/metrics`` until cancelled. Requests do not depend on it: it may come late."""
+        # Memory that a controller without /metrics does not need.
+        from deepinfer.controller.scrape_server import ScrapeServer
+
         server = ScrapeServer(settings, self._settings.token, self._render)
         try:
             while not self._scraped.done():

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from deepinfer.controller import scrape
-from deepinfer.controller.scrape import ScrapeServer, ScrapeSettings, answer
+from deepinfer.controller import scrape_server
+from deepinfer.controller.scrape import ScrapeSettings
+from deepinfer.controller.scrape_server import Render, ScrapeServer
 from support.certificates import Authority
 
 TOKEN = "a-token-for-these-tests"
@@ -24,87 +25,17 @@ def render(accept: str) -> tuple[bytes, str]:
 
 
 def head(first: str, *lines: str) -> bytes:
-    return "\r\n".join([first, *lines]).encode("latin-1")
-
-
-def test_the_token_opens_the_one_path() -> None:
-    got = answer(head("GET /metrics HTTP/1.1", "Host: here", BEARER, "Accept: x/y"), TOKEN, render)
-    assert (got.status, got.body) == (200, BODY)
-    assert dict(got.headers) == {"Content-Type": "text/plain; for=x/y"}
-    assert answer(head("HEAD /metrics?a=b HTTP/1.0", BEARER.upper()), TOKEN, render).status == 401
-    lower = BEARER.replace("Authorization", "authorization")
-    assert answer(head("HEAD /metrics?a=b HTTP/1.0", lower), TOKEN, render).status == 200
-
-
-@pytest.mark.parametrize(
-    "credentials",
-    [
-        (),
-        ("Authorization:",),
-        ("Authorization: Bearer",),
-        ("Authorization: Bearer ",),
-        (f"Authorization: Bearer {TOKEN}x",),
-        (f"Authorization: Bearer {TOKEN[:-1]}",),
-        (f"Authorization: Basic {TOKEN}",),
-        (f"Authorization: {TOKEN}",),
-        ("Authorization: Bearer \xe9\xff",),
-        (f"X-Authorization: Bearer {TOKEN}",),
-        (BEARER, "Authorization: Bearer another"),
-    ],
-)
-@pytest.mark.parametrize("first", ["GET /metrics HTTP/1.1", "GET / HTTP/1.1", "PUT /x HTTP/1.1"])
-def test_without_the_token_every_request_gets_the_same_401(
-    first: str, credentials: tuple[str, ...]
-) -> None:
-    def never(_: str) -> tuple[bytes, str]:
-        raise AssertionError("rendered for whoever has no token")
-
-    got = answer(head(first, *credentials), TOKEN, never)
-    assert got.status == 401
-    assert dict(got.headers)["WWW-Authenticate"] == 'Bearer realm="deepinfer"'
-    assert got == answer(head("GET /metrics HTTP/1.1"), TOKEN, never)
-
-
-@pytest.mark.parametrize(
-    ("first", "status"),
-    [
-        ("GET / HTTP/1.1", 404),
-        ("GET /metrics/ HTTP/1.1", 404),
-        ("POST /metrics HTTP/1.1", 405),
-        ("get /metrics HTTP/1.1", 405),
-        ("GET /metrics HTTP/2", 400),
-        ("GET /metrics", 400),
-        ("GET  /metrics HTTP/1.1", 400),
-        ("", 400),
-    ],
-)
-def test_what_is_not_served_says_so(first: str, status: int) -> None:
-    assert answer(head(first, BEARER), TOKEN, render).status == status
-
-
-@pytest.mark.parametrize("line", ["no colon", ": no name", " folded: line", "space : before"])
-def test_a_malformed_header_is_a_bad_request(line: str) -> None:
-    assert answer(head("GET /metrics HTTP/1.1", line, BEARER), TOKEN, render).status == 400
-
-
-def test_an_empty_token_is_no_token() -> None:
-    with pytest.raises(ValueError, match="token"):
-        ScrapeServer(ScrapeSettings(), "", render)
-
-
-@pytest.mark.parametrize("named", ["cert_file", "key_file", "client_ca_file"])
-def test_half_a_certificate_is_refused(named: str) -> None:
-    files: dict[str, Any] = {named: "a.pem"}
-    with pytest.raises(ValueError, match=named):
-        ScrapeSettings(**files)
-
-
-# ---- over sockets --------------------------------------------------------------------------
+    """A request without a body."""
+    return "\r\n".join([first, "Host: here", *lines, "", ""]).encode("latin-1")
 
 
 def serving(
-    test: Callable[[str, int], Awaitable[None]], settings: ScrapeSettings | None = None
+    test: Callable[[str, int], Awaitable[None]],
+    settings: ScrapeSettings | None = None,
+    render: Render = render,
 ) -> None:
+    """Run a test against a server."""
+
     async def main() -> None:
         server = ScrapeServer(settings or ScrapeSettings(), TOKEN, render)
         host, _, port = (await server.start()).rpartition(":")
@@ -127,34 +58,149 @@ async def exchange(
     return answered.decode().split("\r\n"), body
 
 
-def test_one_answer_a_connection_with_its_length() -> None:
+def much(_: str) -> tuple[bytes, str]:
+    """More than two sockets hold: whoever does not read it keeps it from being sent."""
+    return bytes(64 << 20), "text/plain"
+
+
+async def keep_writing(writer: asyncio.StreamWriter) -> None:
+    """Without reading: until the peer has ended the connection."""
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+def test_the_token_opens_the_one_path() -> None:
     async def test(host: str, port: int) -> None:
-        request = head("GET /metrics HTTP/1.1", BEARER) + b"\r\n\r\n"
+        request = head("GET /metrics HTTP/1.1", BEARER, "Accept: x/y")
+        lines, body = await exchange(host, port, request)
+        assert (lines[0], body) == ("HTTP/1.1 200 OK", BODY)
+        assert {"Content-Type: text/plain; for=x/y", f"Content-Length: {len(BODY)}"} <= set(lines)
+        lower = BEARER.replace("Authorization", "authorization")
+        lines, body = await exchange(host, port, head("HEAD /metrics?a=b HTTP/1.0", lower))
+        assert (lines[0], body) == ("HTTP/1.0 200 OK", b"")
+        assert f"Content-Length: {len(BODY)}" in lines
+
+    serving(test)
+
+
+@pytest.mark.parametrize("first", ["GET /metrics HTTP/1.1", "GET / HTTP/1.1", "PUT /x HTTP/1.1"])
+def test_without_the_token_every_request_gets_the_same_401(first: str) -> None:
+    async def test(host: str, port: int) -> None:
+        said = set()
+        for credentials in (
+            (),
+            ("Authorization:",),
+            ("Authorization: Bearer",),
+            ("Authorization: Bearer ",),
+            (f"Authorization: Bearer {TOKEN}x",),
+            (f"Authorization: Bearer {TOKEN[:-1]}",),
+            (f"Authorization: Basic {TOKEN}",),
+            (f"Authorization: {TOKEN}",),
+            (f"Authorization: BEARER {TOKEN.upper()}",),
+            ("Authorization: Bearer \xe9\xff",),
+            (f"X-Authorization: Bearer {TOKEN}",),
+            ("Authorization: Bearer another", BEARER),
+            (BEARER, "Authorization: Bearer another"),
+        ):
+            lines, body = await exchange(host, port, head(first, *credentials))
+            assert lines[0] == "HTTP/1.1 401 Unauthorized", credentials
+            assert 'WWW-Authenticate: Bearer realm="deepinfer"' in lines
+            said.add((*(line for line in lines if not line.startswith("Date: ")), body))
+        assert len(said) == 1
+
+    def never(_: str) -> tuple[bytes, str]:
+        raise AssertionError("rendered for whoever has no token")
+
+    serving(test, render=never)
+
+
+def test_what_is_not_served_says_so() -> None:
+    async def test(host: str, port: int) -> None:
+        for first, status in (
+            ("GET / HTTP/1.1", 404),
+            ("GET /metrics/ HTTP/1.1", 404),
+            ("POST /metrics HTTP/1.1", 405),
+            ("get /metrics HTTP/1.1", 400),
+            ("GET /metrics HTTP/2", 400),
+            ("G\xe9T /metrics HTTP/1.1", 400),
+            ("", 400),
+        ):
+            lines, body = await exchange(host, port, head(first, BEARER))
+            assert lines[0].split()[1] == str(status), first
+            assert BODY not in body
+            assert ("Allow: GET, HEAD" in lines) == (status == 405)
+
+    serving(test)
+
+
+@pytest.mark.parametrize("line", ["no colon", ": no name", " folded: line", "space : before"])
+def test_a_malformed_header_is_a_bad_request(
+    line: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(host: str, port: int) -> None:
+        lines, _ = await exchange(host, port, head("GET /metrics HTTP/1.1", line, BEARER))
+        assert lines[0] == "HTTP/1.0 400 Bad Request"
+
+    serving(test)
+    assert (*capfd.readouterr(), caplog.text) == ("", "", ""), "strangers could fill the log"
+
+
+def test_what_cannot_be_rendered_is_an_error_and_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(_: str) -> tuple[bytes, str]:
+        raise RuntimeError("no such peer")
+
+    async def test(host: str, port: int) -> None:
+        lines, body = await exchange(host, port, head("GET /metrics HTTP/1.1", BEARER))
+        assert lines[0] == "HTTP/1.1 500 Internal Server Error"
+        assert b"peer" not in body
+
+    serving(test, render=broken)
+    assert "RuntimeError: no such peer" in "".join(capsys.readouterr())
+
+
+def test_one_answer_a_connection() -> None:
+    async def test(host: str, port: int) -> None:
+        request = head("GET /metrics HTTP/1.1", BEARER)
         lines, body = await exchange(host, port, request * 2)
         assert (lines[0], body) == ("HTTP/1.1 200 OK", BODY)
-        assert {f"Content-Length: {len(BODY)}", "Connection: close"} <= set(lines)
-        lines, body = await exchange(host, port, request.replace(b"GET", b"HEAD"))
-        assert (lines[0], body) == ("HTTP/1.1 200 OK", b"")
-        assert f"Content-Length: {len(BODY)}" in lines
-        lines, body = await exchange(host, port, b"GET /metrics HTTP/1.1\r\n\r\n")
-        assert lines[0] == "HTTP/1.1 401 Unauthorized"
+        assert "Connection: close" in lines
+
+    serving(test)
+
+
+def test_a_body_is_not_waited_for() -> None:
+    async def test(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(head("GET /metrics HTTP/1.1", BEARER, f"Content-Length: {2**40}"))
+        assert (await reader.readuntil(BODY)).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
+
+    serving(test)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["X: " + "a" * (scrape_server.LINE_BYTES_MAX + 1)],
+        [f"X-{i}: a" for i in range(scrape_server.HEADERS_MAX)],
+    ],
+    ids=["long", "many"],
+)
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["open", "whole"])
+def test_more_headers_than_anyone_needs_are_refused(lines: list[str], end: bytes) -> None:
+    async def test(host: str, port: int) -> None:
+        request = head("GET /metrics HTTP/1.1", BEARER, *lines).removesuffix(b"\r\n\r\n")
+        answered, body = await exchange(host, port, request + end)
+        assert answered[0] == "HTTP/1.0 400 Bad Request"
         assert BODY not in body
 
     serving(test)
 
 
-def test_a_head_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "HEAD_BYTES_MAX", 200)
-
-    async def test(host: str, port: int) -> None:
-        lines, _ = await exchange(host, port, b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 300)
-        assert lines[0].startswith("HTTP/1.1 431 ")
-
-    serving(test)
-
-
 def test_whoever_says_nothing_is_left_alone_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(scrape_server, "DEADLINE_S", 0.2)
 
     async def test(host: str, port: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)
@@ -165,9 +211,46 @@ def test_whoever_says_nothing_is_left_alone_in_time(monkeypatch: pytest.MonkeyPa
     serving(test)
 
 
+def test_whoever_does_not_take_the_answer_is_left_alone_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scrape_server, "DEADLINE_S", 0.2)
+
+    async def test(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(head("GET /metrics HTTP/1.1", BEARER))
+        await reader.readexactly(1)
+        with pytest.raises(ConnectionError):
+            await keep_writing(writer)
+
+    serving(test, render=much)
+
+
+def test_closing_ends_every_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape_server, "DEADLINE_S", 3600.0)
+
+    async def test() -> None:
+        server = ScrapeServer(ScrapeSettings(), TOKEN, much)
+        host, _, port = (await server.start()).rpartition(":")
+        silent, silent_writer = await asyncio.open_connection(host, port)
+        slow, slow_writer = await asyncio.open_connection(host, port)
+        slow_writer.write(head("GET /metrics HTTP/1.1", BEARER))
+        await slow.readexactly(1)
+        await server.close()
+        assert await silent.read() == b""
+        silent_writer.close()
+        with pytest.raises(ConnectionError):
+            await keep_writing(slow_writer)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, port)
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
 def test_connections_have_a_bound_and_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "CONNECTIONS_MAX", 2)
-    request = head("GET /metrics HTTP/1.1", BEARER) + b"\r\n\r\n"
+    monkeypatch.setattr(scrape_server, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(scrape_server, "DEADLINE_S", 3600.0)
+    request = head("GET /metrics HTTP/1.1", BEARER)
 
     async def test(host: str, port: int) -> None:
         silent = [await asyncio.open_connection(host, port) for _ in range(2)]
@@ -186,13 +269,25 @@ def test_connections_have_a_bound_and_make_room(monkeypatch: pytest.MonkeyPatch)
     serving(test)
 
 
+def test_an_empty_token_is_no_token() -> None:
+    with pytest.raises(ValueError, match="token"):
+        ScrapeServer(ScrapeSettings(), "", render)
+
+
+@pytest.mark.parametrize("named", ["cert_file", "key_file", "client_ca_file"])
+def test_half_a_certificate_is_refused(named: str) -> None:
+    files: dict[str, Any] = {named: "a.pem"}
+    with pytest.raises(ValueError, match=named):
+        ScrapeSettings(**files)
+
+
 def test_tls_and_client_certificates(tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     pair, scraper, stranger = ours.issue("server"), ours.issue("us"), theirs.issue("them")
     settings = ScrapeSettings(
         cert_file=str(pair.cert), key_file=str(pair.key), client_ca_file=str(ours.root)
     )
-    request = head("GET /metrics HTTP/1.1", BEARER) + b"\r\n\r\n"
+    request = head("GET /metrics HTTP/1.1", BEARER)
 
     async def test(host: str, port: int) -> None:
         for who, served in ((scraper, True), (stranger, False), (None, False)):
