@@ -101,6 +101,14 @@ DEV T ld_cg(const T* p) {
 #endif
 }
 
+// `x` stays what it is, but the compiler no longer knows: nothing derived from it is computed ahead
+// of here (hoisted out of a loop, say, into registers that are needed there).
+DEV void opaque(u32& x) {
+#ifndef SIMT_EMULATION
+  asm volatile("" : "+r"(x));
+#endif
+}
+
 // d[16 x 8] += a[16 x 16] b[16 x 8], halves, float accumulators. With g = lane / 4, t = lane % 4:
 //   a0 = A[g][2t,2t+1]  a1 = A[g+8][2t,2t+1]  a2 = A[g][2t+8,2t+9]  a3 = A[g+8][2t+8,2t+9]
 //   b0 = B[2t,2t+1][g]  b1 = B[2t+8,2t+9][g]
@@ -218,6 +226,16 @@ DEV void cp_async(void* shared, const void* global) {
                  : "memory");
 #endif
   }
+}
+
+// Four bytes, 4-byte aligned, through L1.
+DEV void cp_async4(void* shared, const void* global) {
+#ifdef SIMT_EMULATION
+  *static_cast<u32*>(shared) = simt::load<u32>(global);
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+#endif
 }
 
 DEV void cp_async_commit() {
