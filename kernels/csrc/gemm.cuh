@@ -1,0 +1,230 @@
+// Linear layers for few rows: out[M, N] = X[M, K] W[N, K]^T, bound by reading W once.
+//
+// W is the A operand of mma.m16n8k16, X the B operand, so a tile of 16 weight rows meets 8 NT rows
+// of X. Nothing passes through shared memory on the way in: a product over k does not care in
+// which order k runs, so each lane takes 16 contiguous bytes of a row of W, calls them its
+// fragment, and takes the same k of X. With g = lane / 4 and t = lane % 4 a lane holds rows g and
+// g + 8 of W and row g of X; k advances by chunks of 32, of which lane t has 8 (two mma).
+//
+// The WARPS of a CTA split K: warp w takes steps w, w + WARPS, ... and keeps DEPTH steps of weights
+// in flight in registers (and with AHEAD = 1 the next step's X too). Their sums meet in shared memory and are added in the order of the
+// warps, so a result depends on WARPS but on nothing else: not on M, NT, MT, DEPTH, AHEAD or the grid.
+//
+// How the weights are stored is the policy F:
+//   CHUNKS            chunks of 32 k in a step
+//   GROUP_CHUNKS      chunks that share a scale; 0: no scales, sums stay in the accumulators
+//   Tile              a lane's part of 16 rows and one step, as loaded
+//   load(tile, row, row8, k)        issues the loads of rows g and g + 8 (k: start of the step)
+//   fragments(tile, chunk, a)       the A operands of the chunk's two mma
+//   scale(tile, group, half)        what row g (half 0) or g + 8 (1) of that group multiplies
+//   x_offset(chunk, t)              where in the step the lane's 8 values of X are
+#pragma once
+#include "primitives.cuh"
+
+enum Epilogue {
+  NORM = 0,      // half out = acc rstd + bias
+  SWIGLU = 1,    // half out = silu(gate) up; rows of W in eights: 8 gate, 8 up, 8 gate, ...
+  RESIDUAL = 2,  // residual += acc + bias; half out = residual gamma; sums of residual^2
+  LOGITS = 3,    // float out = acc rstd + bias
+};
+
+// What happens to the sums. Null: no bias, rstd = 1.
+struct Finish {
+  i32 epilogue;
+  void* out;            // [M, N], for SWIGLU [M, N / 2]
+  const float* bias;    // [N]
+  const float* sumsq;   // [M, partials]: rstd = rsqrt(sum / K + eps)
+  i32 partials;
+  float eps;
+  float* residual;      // [M, N]
+  const __half* gamma;  // [N]
+  float* sumsq_out;     // [M, ceil(N / 16)]
+};
+
+template <int MT, int NT>
+DEV void clear(float (&sums)[MT][NT][4]) {
+#pragma unroll
+  for (int i = 0; i < MT; ++i)
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int v = 0; v < 4; ++v) sums[i][j][v] = 0.f;
+}
+
+// 16 bytes that other CTAs of this SM read too; zeros, and no access, unless `valid`.
+DEV uint4 load_or_zero(const __half* p, bool valid) {
+  uint4 zero;
+  zero.x = zero.y = zero.z = zero.w = 0;
+  return valid ? __ldg(reinterpret_cast<const uint4*>(p)) : zero;
+}
+
+// One thread's share of the outputs of a CTA: 16 MT rows of W from n0, 8 NT rows of X from m0.
+// `sums` is [WARPS][16 MT][8 NT + 1].
+template <int NT, int MT, int WARPS>
+DEV void finish(const Finish& f, const float* sums, const float* rstd, i32 m0, i32 n0, i32 M,
+                i32 N) {
+  constexpr int ROWS = 16 * MT, COLUMNS = 8 * NT, PITCH = COLUMNS + 1;
+  auto sum = [&](int row, int column) {
+    float s = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) s += sums[(w * ROWS + row) * PITCH + column];
+    return s;
+  };
+  if (f.epilogue == SWIGLU) {
+    for (int e = threadIdx.x; e < ROWS / 2 * COLUMNS; e += 32 * WARPS) {
+      const int unit = e % 8, tile = e / 8 % MT, column = e / (8 * MT);
+      const int m = m0 + column, n = n0 + 16 * tile + unit;
+      if (m >= M || n >= N) continue;
+      float gate = sum(16 * tile + unit, column) * rstd[column];
+      float up = sum(16 * tile + unit + 8, column) * rstd[column];
+      if (f.bias) {
+        gate += f.bias[n];
+        up += f.bias[n + 8];
+      }
+      const float silu = gate / (1.f + ex2(-1.4426950408889634f * gate));
+      static_cast<__half*>(f.out)[static_cast<i64>(m) * (N / 2) + (n0 / 2 + 8 * tile + unit)] =
+          saturate_half(silu * up);
+    }
+    return;
+  }
+  // The bound is a multiple of 32 for every warp: all lanes of a warp stay for the shuffles.
+  for (int e = threadIdx.x; e < ROWS * COLUMNS; e += 32 * WARPS) {
+    const int row = e % ROWS, column = e / ROWS;
+    const int m = m0 + column, n = n0 + row;
+    const bool valid = m < M && n < N;
+    const i64 at = static_cast<i64>(m) * N + n;
+    const float bias = valid && f.bias ? f.bias[n] : 0.f;
+    if (f.epilogue == RESIDUAL) {
+      const float before = valid ? f.residual[at] : 0.f;
+      const float gamma = valid ? __half2float(f.gamma[n]) : 0.f;
+      const float r = valid ? before + (sum(row, column) + bias) : 0.f;
+      if (valid) {
+        f.residual[at] = r;
+        static_cast<__half*>(f.out)[at] = saturate_half(r * gamma);
+      }
+      float square = r * r;
+#pragma unroll
+      for (int offset = 8; offset; offset >>= 1)
+        square += __shfl_xor_sync(FULL_WARP, square, offset);
+      if (valid && row % 16 == 0) f.sumsq_out[static_cast<i64>(m) * ((N + 15) / 16) + n / 16] = square;
+    } else if (valid) {
+      const float value = sum(row, column) * rstd[column] + bias;
+      if (f.epilogue == LOGITS)
+        static_cast<float*>(f.out)[at] = value;
+      else
+        static_cast<__half*>(f.out)[at] = saturate_half(value);
+    }
+  }
+}
+
+// Grid: x over blocks of 8 NT rows of X, y over tiles of 16 MT rows of W, so that the CTAs that
+// share weights run together. K is a multiple of 32, N of 16 for SWIGLU.
+template <class F, int NT, int MT, int WARPS, int DEPTH, int AHEAD>
+DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
+                    i32 K) {
+  static_assert(DEPTH % (AHEAD + 1) == 0, "buffers of X take turns with the stages");
+  constexpr int STEP = 32 * F::CHUNKS, STRIDE = STEP * WARPS;
+  constexpr int GROUP = F::GROUP_CHUNKS ? F::GROUP_CHUNKS : F::CHUNKS;
+  __shared__ float sums[WARPS * 16 * MT * (8 * NT + 1)];
+  __shared__ float rstd[8 * NT];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int m0 = blockIdx.x * (8 * NT), n0 = blockIdx.y * (16 * MT);
+
+  typename F::Tile ring[DEPTH][MT];
+  auto load = [&](typename F::Tile(&tiles)[MT], int k) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+      const int row = n0 + 16 * i + g;  // rows beyond N repeat the last one, and are not stored
+      weights.load(tiles[i], min(row, N - 1), min(row + 8, N - 1), k);
+    }
+  };
+#pragma unroll
+  for (int stage = 0; stage < DEPTH; ++stage) {
+    const int k = warp * STEP + stage * STRIDE;
+    if (k < K) load(ring[stage], k);
+  }
+
+  for (int column = warp; column < 8 * NT; column += WARPS) {
+    float scale = 1.f;
+    if (f.sumsq && m0 + column < M) {
+      const float* p = f.sumsq + static_cast<i64>(m0 + column) * f.partials;
+      float s = 0.f;
+      for (int i = lane; i < f.partials; i += 32) s += p[i];
+      scale = rsqrtf(warp_sum(s) / K + f.eps);
+    }
+    if (lane == 0) rstd[column] = scale;
+  }
+
+  float acc[MT][NT][4];
+  clear(acc);
+  typedef uint4 Activations[NT][F::CHUNKS];
+  auto load_x = [&](Activations& values, int k) {
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+      const int m = m0 + 8 * j + g;
+      const __half* row = x + static_cast<i64>(m) * K;
+#pragma unroll
+      for (int chunk = 0; chunk < F::CHUNKS; ++chunk) {
+        const int at = k + F::x_offset(chunk, t);
+        values[j][chunk] = load_or_zero(row + at, m < M && at < K);
+      }
+    }
+  };
+  auto multiply = [&](const typename F::Tile(&tiles)[MT], const Activations& values) {
+#pragma unroll
+    for (int first = 0; first < F::CHUNKS; first += GROUP) {
+      float part[MT][NT][4];
+      if (F::GROUP_CHUNKS) clear(part);
+      auto& into = F::GROUP_CHUNKS ? part : acc;
+#pragma unroll
+      for (int chunk = first; chunk < first + GROUP; ++chunk)
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+          u32 a[2][4];
+          weights.fragments(tiles[i], chunk, a);
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+            const uint4 b = values[j][chunk];
+            mma16816(into[i][j], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+            mma16816(into[i][j], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+          }
+        }
+      if (F::GROUP_CHUNKS)
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+          const float low = weights.scale(tiles[i], first / GROUP, 0);
+          const float high = weights.scale(tiles[i], first / GROUP, 1);
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+            acc[i][j][0] += low * part[i][j][0];
+            acc[i][j][1] += low * part[i][j][1];
+            acc[i][j][2] += high * part[i][j][2];
+            acc[i][j][3] += high * part[i][j][3];
+          }
+        }
+    }
+  };
+  Activations values[AHEAD + 1];
+  if (AHEAD) load_x(values[0], warp * STEP);
+  for (int k = warp * STEP; k < K; k += DEPTH * STRIDE) {
+#pragma unroll
+    for (int stage = 0; stage < DEPTH; ++stage) {
+      const int at = k + stage * STRIDE, current = stage % (AHEAD + 1);
+      if (at >= K) break;
+      load_x(values[(stage + AHEAD) % (AHEAD + 1)], at + AHEAD * STRIDE);
+      multiply(ring[stage], values[current]);
+      if (at + DEPTH * STRIDE < K) load(ring[stage], at + DEPTH * STRIDE);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < MT; ++i)
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        sums[((warp * MT + i) * 16 + g + 8 * (v / 2)) * (8 * NT + 1) + 8 * j + 2 * t + v % 2] =
+            acc[i][j][v];
+  __syncthreads();
+  finish<NT, MT, WARPS>(f, sums, rstd, m0, n0, M, N);
+}

@@ -1,0 +1,42 @@
+// Linear layers with plain FP16 weights [N, K], row-major.
+#include "gemm.cuh"
+
+struct F16 {
+  static constexpr int CHUNKS = 2, GROUP_CHUNKS = 0;
+  struct Tile {
+    uint4 row[2][CHUNKS];
+  };
+  const __half* weight;
+  i32 K;
+
+  __device__ __forceinline__ static int x_offset(int chunk, int t) { return 32 * chunk + 8 * t; }
+
+  __device__ __forceinline__ void load(Tile& tile, i32 row, i32 row8, i32 k) const {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      // K may end in half a step; X is zero there, so any finite weights do.
+      const int at = min(k + 32 * chunk, K - 32) + 8 * static_cast<int>(threadIdx.x % 4);
+      tile.row[0][chunk] = ldg_stream(weight + static_cast<i64>(row) * K + at);
+      tile.row[1][chunk] = ldg_stream(weight + static_cast<i64>(row8) * K + at);
+    }
+  }
+
+  __device__ __forceinline__ void fragments(const Tile& tile, int chunk, u32 (&a)[2][4]) const {
+    const uint4 low = tile.row[0][chunk], high = tile.row[1][chunk];
+    a[0][0] = low.x, a[0][1] = high.x, a[0][2] = low.y, a[0][3] = high.y;
+    a[1][0] = low.z, a[1][1] = high.z, a[1][2] = low.w, a[1][3] = high.w;
+  }
+
+  __device__ __forceinline__ static float scale(const Tile&, int, int) { return 1.f; }
+};
+
+template <int NT, int MT, int WARPS, int DEPTH, int AHEAD>
+__global__ void __launch_bounds__(32 * WARPS)
+linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N, i32 K,
+           i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+           const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
+           const __half* __restrict__ gamma, float* __restrict__ sumsq_out) {
+  const F16 weights{weight, K};
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  small_gemm<F16, NT, MT, WARPS, DEPTH, AHEAD>(weights, x, finish, M, N, K);
+}

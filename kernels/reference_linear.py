@@ -1,0 +1,50 @@
+"""What the linear kernels must compute, in float64; see ``kernels.linear`` for the arguments.
+
+Inputs are taken as they are (half values, FP32 sums of squares, quantised weights), so what is left
+between a kernel and this is the rounding of its sums and of its result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.linear import F16Weight, Weight, unpack_w4
+
+HALF_MAX = 65504.0
+
+
+def dense(weight: Weight) -> Tensor:
+    """The weight's values, float64 ``[N, K]``."""
+    if isinstance(weight, F16Weight):
+        return weight.weight.double()
+    zeros = torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros
+    wide = [t.double().repeat_interleave(weight.group, dim=1) for t in (weight.scales, zeros)]
+    return wide[0] * (unpack_w4(weight).double() - wide[1])
+
+
+def product(x: Tensor, weight: Weight, sumsq: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """``(x @ weight.T) * rstd + bias``: what ``linear_norm`` rounds to half and saturates."""
+    result = x.double() @ dense(weight).T
+    if sumsq is not None:
+        mean = sumsq.double().sum(1, keepdim=True) / weight.columns
+        result *= torch.rsqrt(mean + eps)
+    return result if weight.bias is None else result + weight.bias.double()
+
+
+def swiglu(x: Tensor, weight: Weight, sumsq: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """``silu(gate) * up`` of rows interleaved in eights: float64 ``[M, N / 2]``."""
+    both = product(x, weight, sumsq, eps).reshape(x.shape[0], -1, 2, 8)
+    gate, up = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def residual(
+    before: Tensor, x: Tensor, weight: Weight, gamma: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new residual ``[M, N]``, ``residual * gamma`` within half's range, and the sums of the
+    residual's squares over 16 columns each ``[M, ceil(N / 16)]``; float64."""
+    after = before.double() + product(x, weight)
+    padded = torch.nn.functional.pad(after, (0, -weight.rows % 16))
+    sums = padded.square().reshape(x.shape[0], -1, 16).sum(2)
+    return after, (after * gamma.double()).clamp(-HALF_MAX, HALF_MAX), sums
