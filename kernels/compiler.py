@@ -155,7 +155,7 @@ def launch(
                 f"{spec.name}: argument {at} is {type(value).__name__}, not a tensor, None or a "
                 f"numpy scalar of 32 or 64 bits"
             )
-    device = torch.cuda.current_device()
+    device = _current_device()
     function = _functions.get((spec, device)) or _load(spec, device)
     function(grid, (spec.threads, 1, 1), values, shared_bytes, _stream(device))
 
@@ -241,6 +241,13 @@ def cache_directory() -> Path:
     """``$XDG_CACHE_HOME/deepinfer/kernels``, by default below ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "deepinfer" / "kernels"
+
+
+def _current_device() -> int:
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # AssertionError: a torch without CUDA
+        raise KernelError(f"torch can use no CUDA device: {error}") from error
 
 
 def _load(spec: KernelSpec, device: int, compiled: Compiled | None = None) -> Any:
