@@ -1,0 +1,239 @@
+"""Prefill attention over the paged KV cache: the plan of a launch, checks, launch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.attention import (
+    GROUP_MAX,
+    HEAD_DIMS,
+    KV_FORMATS,
+    KV_FP16,
+    KV_INT8,
+    KV_K16V8,
+    KvView,
+)
+from deepinfer.kernels.compiler import KernelSpec, launch
+
+TILE_TOKENS: Final = 64
+"""Tokens of a K or V tile (``TILE`` in ``prefill_attention.cu``)."""
+
+TILE_ROWS: Final = (64, 128)
+"""Packed rows (tokens times heads of a group) that a CTA may compute."""
+
+_THREADS: Final = 128
+_ALIGNMENT: Final = 16
+_TILES_MAX: Final = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Consecutive tokens of one request in a step.
+
+    ``row`` is its first row of ``q`` and ``out``, ``rows`` how many it has (at least 1), ``start``
+    the tokens cached before it (row i sits at position ``start + i``), ``table`` its row of the
+    block tables.
+    """
+
+    row: int
+    rows: int
+    start: int
+    table: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpans:
+    """What the CTAs of a launch do, on the device; made by ``plan_prefill``."""
+
+    tiles: Tensor
+    """int32 ``[tiles, 2]``: span, first packed row; most work first."""
+    spans: Tensor
+    """int32 ``[spans, 4]``: ``PrefillSpan``'s fields in their order."""
+    group: int
+    tile_rows: int
+    rows: int
+    """Rows of ``q`` that the spans reach to."""
+    tables: int
+    """Rows of the block tables that the spans reach to."""
+    tokens: int
+    """Most tokens (cached and new) of a span."""
+
+
+def tile_rows_for(spans: Sequence[PrefillSpan], *, group: int, kv_heads: int, sm_count: int) -> int:
+    """128 packed rows a CTA, which read K and V half as often, unless that leaves SMs idle."""
+    tiles = sum(-(-span.rows * group // TILE_ROWS[-1]) for span in spans)
+    return TILE_ROWS[-1] if tiles * kv_heads >= sm_count else TILE_ROWS[0]
+
+
+def plan_prefill(
+    spans: Sequence[PrefillSpan],
+    *,
+    group: int,
+    tile_rows: int,
+    device: torch.device | str = "cpu",
+) -> PrefillSpans:
+    """Cut spans into tiles of ``tile_rows`` packed rows, those that attend most tokens first.
+
+    ``group`` is the number of query heads to a KV head. Results do not depend on ``tile_rows``
+    or on which spans share a launch, bit for bit. Raises ValueError naming the field.
+    """
+    if tile_rows not in TILE_ROWS:
+        raise ValueError(f"tile_rows {tile_rows} is not one of {TILE_ROWS}")
+    if not 1 <= group <= GROUP_MAX:
+        raise ValueError(f"group must be in 1..{GROUP_MAX}, got {group}")
+    if not spans:
+        raise ValueError("spans is empty")
+    tiles: list[tuple[int, int, int]] = []
+    for at, span in enumerate(spans):
+        for name, value, least in (
+            ("row", span.row, 0),
+            ("rows", span.rows, 1),
+            ("start", span.start, 0),
+            ("table", span.table, 0),
+        ):
+            if value < least:
+                raise ValueError(f"spans[{at}].{name} must be at least {least}, got {value}")
+        packed = span.rows * group
+        for first in range(0, packed, tile_rows):
+            attended = span.start + (min(first + tile_rows, packed) - 1) // group + 1
+            tiles.append((-attended, at, first))
+    if len(tiles) > _TILES_MAX:
+        raise ValueError(f"spans make {len(tiles)} tiles, at most {_TILES_MAX} fit a launch")
+    tiles.sort()
+    lists = [(at, first) for _, at, first in tiles]
+    fields = [(span.row, span.rows, span.start, span.table) for span in spans]
+    return PrefillSpans(
+        torch.tensor(lists, dtype=torch.int32).to(device),
+        torch.tensor(fields, dtype=torch.int32).to(device),
+        group,
+        tile_rows,
+        max(span.row + span.rows for span in spans),
+        max(span.table for span in spans) + 1,
+        max(span.start + span.rows for span in spans),
+    )
+
+
+def paged_prefill(
+    out: Tensor,
+    q: Tensor,
+    kv: KvView,
+    spans: PrefillSpans,
+    block_tables: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """``out = softmax(q K^T * scale) V`` of every span, causal, over the paged cache.
+
+    ``out`` float16 ``[rows, heads, head_dim]``, contiguous; ``q`` the same, where rows may be
+    further apart (a slice of the QKV rows); ``block_tables`` int32 ``[rows, columns]``, rows may be
+    further apart. K and V of the spans' own tokens must have been written to the pool. Rows that
+    belong to no span keep their contents. Query head ``h`` reads KV head ``h // group``.
+    Specification: ``reference_prefill.paged_prefill``.
+
+    Raises ValueError naming the argument.
+    """
+    _check(out, q, kv, spans, block_tables)
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    spec = prefill_spec(kv.format, kv.head_dim, spans.tile_rows)
+    args = (
+        out,
+        q,
+        np.int64(q.stride(0)),
+        kv.storage,
+        np.int64(kv.block_bytes),
+        np.int64(kv.k_offset),
+        np.int64(kv.v_offset),
+        np.int64(kv.scale_offset),
+        np.int32(kv.block_size.bit_length() - 1),
+        np.int32(spans.group),
+        spans.tiles,
+        spans.spans,
+        block_tables,
+        np.int32(block_tables.stride(0)),
+        np.float32(scale * math.log2(math.e)),
+    )
+    grid = (kv.kv_heads, spans.tiles.shape[0], 1)
+    launch(spec, grid, args, shared_bytes=spec.shared_bytes)
+
+
+def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
+    """The instance of ``paged_prefill`` for a pool and a number of packed rows a CTA."""
+    k_codes, v_codes = kv_format not in (KV_FP16, KV_K16V8), kv_format != KV_FP16
+    halves, codes = TILE_TOKENS * head_dim * 2, TILE_TOKENS * head_dim
+    # The sums of `Prefill` in prefill_attention.cu: Q, K and V as halves, staged codes, scales,
+    # block ids.
+    shared = tile_rows * head_dim * 2
+    shared += halves if k_codes else 2 * halves
+    shared += halves if v_codes else 2 * halves
+    shared += codes * (k_codes + v_codes)
+    shared += 8 * TILE_TOKENS if kv_format == KV_INT8 else 0
+    shared += 32
+    return KernelSpec(
+        "prefill_attention.cu",
+        f"paged_prefill<{kv_format}, {head_dim}, {tile_rows // 64}>",
+        _THREADS,
+        shared,
+    )
+
+
+def specs() -> Iterator[KernelSpec]:
+    """Every kernel instance that this module may launch."""
+    for kv_format, head_dim, tile_rows in itertools.product(KV_FORMATS, HEAD_DIMS, TILE_ROWS):
+        yield prefill_spec(kv_format, head_dim, tile_rows)
+
+
+def _check(out: Tensor, q: Tensor, kv: KvView, spans: PrefillSpans, block_tables: Tensor) -> None:
+    heads = kv.kv_heads * spans.group
+    shape = f"float16 [rows, {heads}, {kv.head_dim}]"
+    if q.dim() != 3 or q.dtype != torch.float16 or q.shape[1:] != (heads, kv.head_dim):
+        raise ValueError(f"q must be {shape}, got {_describe(q)}")
+    if (
+        q.stride(2) != 1
+        or q.stride(1) != kv.head_dim
+        or q.stride(0) % 8
+        or q.data_ptr() % _ALIGNMENT
+    ):
+        raise ValueError(
+            f"q must have contiguous heads, and rows at multiples of 16 bytes, got strides "
+            f"{q.stride()} at {q.data_ptr():#x}"
+        )
+    if out.dtype != torch.float16 or out.shape != q.shape or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous float16 {list(q.shape)} as q, got {_describe(out)}"
+        )
+    if out.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"out must be at a multiple of 16 bytes, got {out.data_ptr():#x}")
+    if spans.rows > q.shape[0]:
+        raise ValueError(f"spans reach to row {spans.rows}, q has {q.shape[0]} rows")
+    if block_tables.dim() != 2 or block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise ValueError(
+            f"block_tables must be int32 [rows, columns] with contiguous rows, got "
+            f"{_describe(block_tables)}"
+        )
+    columns = -(-spans.tokens // kv.block_size)
+    if block_tables.shape[0] < spans.tables or block_tables.shape[1] < columns:
+        raise ValueError(
+            f"block_tables must have at least {spans.tables} rows and {columns} columns "
+            f"({spans.tokens} tokens of {kv.block_size} a block), got {list(block_tables.shape)}"
+        )
+    for name, tensor in (
+        ("q", q),
+        ("kv.storage", kv.storage),
+        ("spans.tiles", spans.tiles),
+        ("block_tables", block_tables),
+    ):
+        if tensor.device != out.device:
+            raise ValueError(f"{name} is on {tensor.device}, out is on {out.device}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
