@@ -219,7 +219,7 @@ DEV void cp_async(void* shared, const void* global) {
     cp_async16(shared, global);
   } else {
 #ifdef SIMT_EMULATION
-    simt::cp_async(shared, global, BYTES);
+    simt::cp_async(shared, global, BYTES, BYTES);
 #else
     asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(shared_address(shared)),
                  "l"(global), "n"(BYTES)

@@ -396,11 +396,11 @@ inline void ldmatrix(unsigned* out, int count, const void* row, bool transposed)
 }
 
 // What cp.async copies appears when it is waited for, no sooner.
-inline void cp_async(void* to, const void* from, int bytes) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16)
-    fail("cp_async16: an address is not 16-byte aligned");
-  if (bytes < 0 || bytes > 16) fail("cp_async16_zfill: bytes are not in 0..16");
-  current->copies.push_back({to, from, bytes, current->group});
+inline void cp_async(void* to, const void* from, int bytes, int width = 16) {
+  if (reinterpret_cast<uintptr_t>(to) % width || reinterpret_cast<uintptr_t>(from) % width)
+    fail("cp_async: an address is not " + std::to_string(width) + "-byte aligned");
+  if (bytes < 0 || bytes > width) fail("cp_async16_zfill: bytes are not in 0..16");
+  current->copies.push_back({to, from, bytes, width, current->group});
 }
 
 inline void cp_async_commit() { ++current->group; }
@@ -415,7 +415,7 @@ inline void cp_async_wait(int pending) {
     }
     char data[16] = {};
     if (copy.bytes) memcpy(data, copy.from, copy.bytes);
-    memcpy(copy.to, data, 16);
+    memcpy(copy.to, data, copy.width);
   }
   copies.resize(kept);
 }
