@@ -137,7 +137,7 @@ def launch(
     if _launcher is not None:
         _launcher(spec, grid, args, shared_bytes)
         return
-    values = []
+    values: list[int | np.generic] = []
     for at, value in enumerate(args):
         if isinstance(value, Tensor):
             if not value.is_cuda:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from kernels.simt.build import COMPILER, EmulatedKernel, EmulationError
 from torch import Tensor
 
 from deepinfer.kernels import source
 from deepinfer.kernels.compiler import Argument
+from kernels.simt.build import COMPILER, EmulatedKernels, EmulationError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
@@ -43,7 +45,8 @@ __global__ void tiles(u32* plain, u32* transposed, u32* moved, const u16* from) 
 }
 
 __global__ void collectives(int* out) {
-  const int lane = threadIdx.x & 31, at = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
+  const int lane = threadIdx.x & 31, n = gridDim.x * blockDim.x;
+  const int at = blockIdx.x * blockDim.x + threadIdx.x;
   out[at] = __shfl_xor_sync(FULL_WARP, lane, 5);
   out[n + at] = __shfl_up_sync(FULL_WARP, lane, 3, 8);
   out[2 * n + at] = __shfl_down_sync(FULL_WARP, lane, 3, 16);
@@ -126,16 +129,26 @@ __global__ void vectors(uint4* to, const u8* from) { to[threadIdx.x] = ldg_strea
 """
 
 
+NAMES = re.findall(r"__global__ void (\w+)", TEXT.replace("void staged", ""))
+NAMES += ["staged<0>", "staged<1>"]
+
+
+@functools.cache
+def kernels(barrier: str) -> EmulatedKernels:
+    names = NAMES if barrier else ["reverse"]
+    text = source.inlined("primitives.cuh") + TEXT.replace("BARRIER", barrier)
+    return EmulatedKernels("test.cu", text, names)
+
+
 def run(
     name: str,
     threads: int,
     *args: Argument,
     grid: tuple[int, int, int] = (1, 1, 1),
     shared_bytes: int = 0,
-    text: str = TEXT.replace("BARRIER", "__syncthreads()"),
+    barrier: str = "__syncthreads()",
 ) -> None:
-    whole = source.inlined("primitives.cuh") + text
-    EmulatedKernel("test.cu", whole, name)(grid, threads, args, shared_bytes=shared_bytes)
+    kernels(barrier).run(name, grid, threads, args, shared_bytes=shared_bytes)
 
 
 def test_mma_multiplies_what_its_fragments_hold() -> None:
@@ -186,8 +199,7 @@ def test_barrier_separates_writes_from_reads() -> None:
 def test_missing_barrier_shows() -> None:
     x = torch.arange(2 * 100, dtype=torch.float32).view(2, 100)
     expected = x.flip(1)
-    text = TEXT.replace("BARRIER", "")
-    run("reverse", 96, x, np.int32(100), grid=(2, 1, 1), shared_bytes=400, text=text)
+    run("reverse", 96, x, np.int32(100), grid=(2, 1, 1), shared_bytes=400, barrier="")
     assert not torch.equal(x, expected)
 
 
@@ -254,25 +266,25 @@ def test_faults_are_named(name: str, args: Sequence[Argument], message: str) -> 
         run(name, 32, *args)
 
 
-def copied(to: Tensor, source: Tensor, n: int, shift: int) -> None:
-    run("copy", 64, to, source, np.int32(n), np.int64(shift), np.float32(1))
+def copied(to: Tensor, numbers: Tensor, n: int, shift: int) -> None:
+    run("copy", 64, to, numbers, np.int32(n), np.int64(shift), np.float32(1))
 
 
 def test_out_of_bounds_is_named() -> None:
-    to, source_ = torch.zeros(64, dtype=torch.int32), torch.arange(63, dtype=torch.int32)
-    copied(to, source_, 63, 0)
-    assert torch.equal(to[:63], source_)
-    with pytest.raises(EmulationError, match="4 bytes behind the end of argument 1's storage"):
-        copied(to, source_, 65, 0)
-    with pytest.raises(EmulationError, match="thread 60 .*0 bytes behind.*argument 0's storage"):
-        copied(to, source_, 63, 4)
+    to, numbers = torch.zeros(64, dtype=torch.int32), torch.arange(60, dtype=torch.int32)
+    copied(to, numbers, 60, 0)
+    assert torch.equal(to[:60], numbers)
+    with pytest.raises(EmulationError, match=r"thread 60 .*0 bytes behind .* argument 1's storage"):
+        copied(to, numbers, 61, 0)
+    with pytest.raises(EmulationError, match=r"thread 57 .*0 bytes behind .* argument 0's storage"):
+        copied(to, numbers, 60, 7)
     with pytest.raises(EmulationError, match="just before or behind argument 0's storage"):
-        copied(to, source_, 63, -1)
+        copied(to, numbers, 60, -1)
 
 
 def test_arguments_must_have_the_kernels_types() -> None:
     x = torch.zeros(64, dtype=torch.int32)
-    with pytest.raises(EmulationError, match="takes .*int64, float32.* got .*int32, float32"):
+    with pytest.raises(EmulationError, match=r"takes .*int64, float32.* got .*int32, float32"):
         run("copy", 64, x, x, np.int32(1), np.int32(1), np.float32(1))
 
 

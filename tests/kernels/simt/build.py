@@ -49,31 +49,42 @@ def emulator(specs: Iterable[KernelSpec] = ()) -> Iterator[None]:
 
 
 def prebuild(specs: Iterable[KernelSpec]) -> None:
-    """Compile many kernels, two g++ at a time."""
-    wanted = {(spec.source, spec.name) for spec in specs}
+    """Compile many kernels: one g++ a source file, two at a time."""
+    wanted: dict[str, set[str]] = {}
+    for spec in specs:
+        if (spec.source, spec.name) not in _libraries:
+            wanted.setdefault(spec.source, set()).add(spec.name)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda key: kernel(*key), sorted(wanted)))
+        list(pool.map(lambda item: _build(item[0], sorted(item[1])), sorted(wanted.items())))
+
+
+_libraries: dict[tuple[str, str], EmulatedKernels] = {}
 
 
 def _launch(spec: KernelSpec, grid: Grid, args: Sequence[Argument], shared_bytes: int) -> None:
-    kernel(spec.source, spec.name)(grid, spec.threads, args, shared_bytes=shared_bytes)
+    if (spec.source, spec.name) not in _libraries:
+        _build(spec.source, [spec.name])
+    library = _libraries[spec.source, spec.name]
+    library.run(spec.name, grid, spec.threads, args, shared_bytes=shared_bytes)
 
 
-@functools.cache
-def kernel(file: str, name: str) -> EmulatedKernel:
-    """The kernel ``name`` of a file of ``kernels/csrc``, compiled when first asked for."""
-    return EmulatedKernel(file, source.inlined(file), name)
+def _build(file: str, names: Sequence[str]) -> None:
+    library = EmulatedKernels(file, source.inlined(file), names)
+    for name in names:
+        _libraries[file, name] = library
 
 
-class EmulatedKernel:
-    """One kernel as a shared object. ``text`` is CUDA C++ whose includes are written into it.
+class EmulatedKernels:
+    """Kernels of one text, as a shared object.
 
+    ``text`` is CUDA C++ whose includes are written into it, ``names`` are name expressions.
     Raises EmulationError when there is no g++ or it refuses the text.
     """
 
-    def __init__(self, file: str, text: str, name: str) -> None:
-        self.title = f"{file}: {name}"
-        library = ctypes.CDLL(str(_shared_object(self.title, text, name)))
+    def __init__(self, title: str, text: str, names: Sequence[str]) -> None:
+        self.title = title
+        self._names = {name: index for index, name in enumerate(names)}
+        library = ctypes.CDLL(str(_shared_object(title, text, names)))
         library.simt_kinds.restype = ctypes.c_char_p
         library.simt_run.restype = ctypes.c_char_p
         library.simt_run.argtypes = [
@@ -87,21 +98,26 @@ class EmulatedKernel:
         library.simt_allocate.argtypes = [ctypes.c_size_t, ctypes.c_int]
         library.simt_release.restype = ctypes.c_int
         self._library = library
-        self._kinds = [kind for kind in library.simt_kinds(0).decode().split(",") if kind]
 
-    def __call__(
-        self, grid: Grid, threads: int, args: Sequence[Argument], *, shared_bytes: int = 0
+    def run(
+        self,
+        name: str,
+        grid: Grid,
+        threads: int,
+        args: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
     ) -> None:
-        """Run the grid; the tensors of ``args`` hold the results.
+        """Run a grid of kernel ``name``; the tensors of ``args`` hold the results.
 
         Raises EmulationError for arguments of other types than the kernel's, and for what the
         kernel did wrong: out of bounds, misaligned, diverged, deadlocked.
         """
+        which, title = self._names[name], f"{self.title}: {name}"
+        kinds = [kind for kind in self._library.simt_kinds(which).decode().split(",") if kind]
         given = [_kind(arg) for arg in args]
-        if self._kinds != given:
-            raise EmulationError(
-                f"{self.title} takes ({', '.join(self._kinds)}), got ({', '.join(given)})"
-            )
+        if kinds != given:
+            raise EmulationError(f"{title} takes ({', '.join(kinds)}), got ({', '.join(given)})")
         guarded: dict[int, tuple[int, int]] = {}  # storage address: (copy's address, bytes)
         values: list[ctypes.Array[ctypes.c_char] | ctypes.c_void_p] = []
         try:
@@ -116,16 +132,16 @@ class EmulatedKernel:
                 *(ctypes.addressof(value) for value in values)
             )
             shape = (ctypes.c_uint * 3)(*grid)
-            failure = self._library.simt_run(0, shape, threads, shared_bytes, pointers).decode()
+            failure = self._library.simt_run(which, shape, threads, shared_bytes, pointers).decode()
             for address, (copy, size) in guarded.items():
                 ctypes.memmove(address, copy, size)
         finally:
             damaged = self._library.simt_release()
         if failure:
-            raise EmulationError(f"{self.title}: {failure}")
+            raise EmulationError(f"{title}: {failure}")
         if damaged >= 0:
             raise EmulationError(
-                f"{self.title}: wrote just before or behind argument {damaged}'s storage"
+                f"{title}: wrote just before or behind argument {damaged}'s storage"
             )
 
 
@@ -151,11 +167,12 @@ def _kind(arg: Argument) -> str:
     return np.dtype(type(arg)).name
 
 
-def _shared_object(title: str, text: str, name: str) -> Path:
+def _shared_object(title: str, text: str, names: Sequence[str]) -> Path:
     if COMPILER is None:
         raise EmulationError("g++ is not installed")
     text = _SHARED.sub(_dynamic_shared, text)
-    text = f"{text}\nSIMT_ENTRIES(SIMT_KERNEL({name}))\n"
+    entries = ", ".join(f"SIMT_KERNEL({name})" for name in names)
+    text = f"{text}\nSIMT_ENTRIES({entries})\n"
     flags = [
         "-std=c++17",
         "-O2",

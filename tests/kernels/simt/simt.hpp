@@ -20,7 +20,7 @@
 #include <vector>
 
 #include <sys/mman.h>
-#include <immintrin.h>
+#include <xmmintrin.h>
 
 #define __global__ static
 #define __device__
@@ -67,6 +67,7 @@ struct Copy {
   void* to;
   const void* from;
   int bytes;
+  int width;
   int group;
 };
 
