@@ -170,7 +170,7 @@ def _open(model: Path, config: ClusterConfig, device: Device) -> Served:
         model,
         kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
-        threads=config.threads,
+        threads=config.threads if device == "cpu" else None,
     )
     layout = kv_layout(served, resolve_kv_dtype(config.kv_cache_dtype), config.block_size)
     size = config.cache_size(device)

@@ -128,9 +128,11 @@ def resolve_model(
 
 
 def check_model(
-    path: Path, *, kv_cache_dtype: str = "auto", block_size: int = 16, threads: int = 1
+    path: Path, *, kv_cache_dtype: str = "auto", block_size: int = 16, threads: int | None = 1
 ) -> ModelConfig:
     """Open a resolved model as a worker and a gateway do, without reading its weights.
+
+    ``threads``: of a worker that computes on the CPU; None: workers compute on something else.
 
     Returns what kind of model it is. Raises :class:`ModelUnavailableError`: damaged, incomplete,
     not supported, no tokenizer, a tokenizer of another model, or heads that cannot be computed
@@ -154,6 +156,8 @@ def check_model(
             f"model {str(path)!r}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
             f"model only up to {config.vocab_size - 1}"
         )
+    if threads is None:
+        return config
     try:
         _check_heads(kv_layout(config, resolve_kv_dtype(kv_cache_dtype), block_size), threads)
     except RuntimeError as error:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from deepinfer.deploy.cli import app
+from deepinfer.deploy.models import check_model
 from deepinfer.deploy.rays import OwnRay
 from support.tiny_model import write_tiny_llama
 
@@ -173,6 +174,7 @@ def test_heads_that_no_padding_suits(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ["up", "--port", "0", "--model", str(folder), "--block-size", "48"]
     )
     assert torch.get_num_threads() == threads
+    assert check_model(folder, threads=None).head_dim == 16, "no matter of other devices"
 
 
 @pytest.mark.parametrize(
