@@ -169,8 +169,9 @@ class Actors:
 
     def _create_worker(self, name: str, model: Served, node: Node, env: dict[str, str]) -> None:
         with interrupts.held():
-            from deepinfer.workers.actor import GpuSettings, WorkerActor, WorkerSettings
+            from deepinfer.workers.actor import WorkerActor, WorkerSettings
             from deepinfer.workers.core.config import WorkerConfig
+            from deepinfer.workers.gpu.settings import GpuSettings
 
         config = self.config
         gpu, share = None, 0.0

@@ -60,9 +60,10 @@ def open_device(
         raise WorkerConfigError("block_bytes", config.block_bytes, f"{layout.block_bytes} here")
     identity = KvIdentity(model=loaded.fingerprint)
     if settings.gpu is not None:
-        from deepinfer.workers.gpu.opening import open_gpu
+        from deepinfer.workers.gpu.opening import StepSizes, open_gpu
 
-        ready = open_gpu(find_card(), loaded, layout, settings.gpu, config)
+        sizes = StepSizes(config.max_batch_tokens, config.max_batch_seqs)
+        ready = open_gpu(find_card(), loaded, layout, settings.gpu, sizes, config.blocks_total)
         return Device(Engine(ready.runner, failpoints), ready.pool, identity, ready.notes)
     backend = CpuBackend(threads=settings.threads)
     pool = PagedPool(layout, config.blocks_total, backend.device)

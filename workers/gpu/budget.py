@@ -1,4 +1,4 @@
-"""The card's memory at start-up: who gets how much, said once, and refused where it does not fit."""
+"""The card's memory at start-up: who gets how much, said once, refused where it does not fit."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ HALF_MAX: Final = 65504.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuLayer:
-    """One layer. Norms are float32; ``gate_up``'s rows are interleaved by eights."""
+    """One layer. Norms are half, as everything is; ``gate_up``'s rows are interleaved by eights."""
 
     input_norm: Tensor
     qkv: Weight
@@ -49,7 +49,7 @@ class GpuWeights:
     embedding: Tensor
     layers: tuple[GpuLayer, ...]
     norm: Tensor
-    head: Weight
+    head: F16Weight
     cos: Tensor
     sin: Tensor
 
@@ -122,8 +122,8 @@ class _Reader:
         return stored.contiguous()
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight, float32."""
-        return self._source.read(name).to(self._device, torch.float32).contiguous()
+        """A norm's weight, half."""
+        return self._source.read(name).to(self._device, torch.float16).contiguous()
 
     def rows(self, names: Sequence[str]) -> Tensor:
         """Matrices (or biases) one below the other."""

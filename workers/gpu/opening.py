@@ -1,0 +1,253 @@
+"""Opens a model on a card: weights, buffers, pool and graphs, within a budget that is told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import torch
+
+from deepinfer.kernels import attention, linear, pointwise, prefill
+from deepinfer.kernels.attention import DecodeWorkspace, KvView, partition_for, partitions
+from deepinfer.kernels.compiler import KernelSpec, precompile
+from deepinfer.kvstore.core.layout import KvLayout
+from deepinfer.workers.gpu.budget import (
+    GRAPH_BYTES,
+    SLACK_BYTES,
+    MemoryBudget,
+    blocks_that_fit,
+    check_fits,
+)
+from deepinfer.workers.gpu.buffers import Buffers
+from deepinfer.workers.gpu.bus import probe_bus
+from deepinfer.workers.gpu.card import Card
+from deepinfer.workers.gpu.decoder import GpuDecoder, layer_weights
+from deepinfer.workers.gpu.graphs import buckets, row_bucket
+from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
+from deepinfer.workers.gpu.sampler import GpuSampler
+from deepinfer.workers.gpu.settings import GpuSettings
+from deepinfer.workers.gpu.weights import GpuWeights, load_weights
+from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.weights import LoadedModel
+from deepinfer.workers.pool import PagedPool
+
+log = logging.getLogger(__name__)
+
+KV_FORMATS: Final = {
+    "fp16": attention.KV_FP16,
+    "int8": attention.KV_INT8,
+    "fp8": attention.KV_E4M3,
+    "fp8_e5m2": attention.KV_E5M2,
+    "k16v8": attention.KV_K16V8,
+}
+"""What the kernels call the pools' dtypes."""
+
+
+class OpenedGpu(NamedTuple):
+    """A model on a card, ready to step."""
+
+    runner: GpuRunner
+    pool: PagedPool
+    budget: MemoryBudget
+    notes: tuple[str, ...]
+    """What there is to say of it, a line each."""
+
+
+class StepSizes(NamedTuple):
+    """What one step may hold: tokens, and the sequences that they belong to."""
+
+    rows: int
+    sequences: int
+
+
+def open_gpu(
+    card: Card,
+    model: LoadedModel,
+    layout: KvLayout,
+    settings: GpuSettings,
+    sizes: StepSizes,
+    blocks: int,
+) -> OpenedGpu:
+    """Load a model, allocate its pool and capture its graphs; takes seconds.
+
+    The pool has exactly ``blocks`` blocks, or, with ``settings.fill_card``, at least so many.
+
+    Raises:
+        GpuMemoryError: the card has no room for them; says both numbers.
+        CheckpointError: the weights are damaged, or none for half precision.
+        ValueError: the kernels know no such head_dim, block size or number of heads.
+    """
+    check_kernels(model.config, layout)
+    torch.cuda.set_device(card.index)
+    # Halves are summed in float32 from end to end, also where cuBLAS splits a sum.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    began = time.monotonic()
+    precompile(model_specs(model.config, layout))
+    compiled_s = time.monotonic() - began
+    budget = MemoryBudget(
+        card=card.bytes_total,
+        utilization=settings.memory_utilization,
+        context=_used() - torch.cuda.memory_reserved(),
+        weights=0,
+        scratch=0,
+        graphs=0,
+    )
+    before = torch.cuda.memory_reserved()
+    with torch.inference_mode():
+        weights = load_weights(model, card.device, model.config.max_positions)
+    torch.cuda.empty_cache()
+    budget = replace(budget, weights=torch.cuda.memory_reserved() - before)
+
+    before = torch.cuda.memory_reserved()
+    sequences = row_bucket(sizes.sequences) or sizes.sequences
+    rows = max(sizes.rows, sequences)
+    fused_rows = min(
+        sequences, *(linear.max_rows(w) for each in weights.layers for w in layer_weights(each))
+    )
+    wanted = list(buckets(sequences, model.config.max_positions))
+    buffers = Buffers.allocate(
+        model.config,
+        rows,
+        fused_rows,
+        sequences,
+        _workspace(model.config, card, sequences),
+        card.device,
+    )
+    budget = replace(
+        budget,
+        scratch=torch.cuda.memory_reserved() - before + SLACK_BYTES,
+        graphs=len(wanted) * GRAPH_BYTES,
+    )
+    if settings.fill_card:
+        blocks = blocks_that_fit(budget, layout, blocks)
+    else:
+        check_fits(budget, layout, blocks)
+    pool = PagedPool(layout, blocks, card.device)
+    runner = make_runner(
+        weights,
+        pool,
+        buffers,
+        StepLimits(
+            rows=rows,
+            sequences=sequences,
+            context=min(model.config.max_positions, blocks * layout.block_size),
+        ),
+        fused_rows=fused_rows,
+        multiprocessors=card.multiprocessors,
+    )
+    before = _used()
+    began = time.monotonic()
+    captured = runner.capture()
+    captured_s = time.monotonic() - began
+    budget = replace(budget, graphs=_used() - before, kv=layout.payload_bytes(blocks))
+    notes = [
+        f"{card.name} (SM{card.capability[0]}{card.capability[1]}): {blocks:,} KV blocks of "
+        f"{layout.block_size} tokens, {captured} graphs in {captured_s:.1f} s, kernels compiled "
+        f"in {compiled_s:.1f} s",
+        *budget.lines(),
+    ]
+    if settings.probe:
+        notes.append(probe_bus(card.device).line())
+    for note in notes:
+        log.info("%s", note)
+    return OpenedGpu(runner, pool, budget, tuple(notes))
+
+
+def make_runner(
+    weights: GpuWeights,
+    pool: PagedPool,
+    buffers: Buffers,
+    limits: StepLimits,
+    *,
+    fused_rows: int,
+    multiprocessors: int,
+) -> GpuRunner:
+    """Bind weights, pool and buffers to each other; no graph is captured yet."""
+    return GpuRunner(
+        GpuDecoder(weights, kv_views(pool), buffers),
+        pool,
+        GpuSampler(buffers.logits, buffers.saturations),
+        limits,
+        fused_rows=fused_rows,
+        multiprocessors=multiprocessors,
+    )
+
+
+def kv_views(pool: PagedPool) -> tuple[KvView, ...]:
+    """A pool's layers as the kernels see them."""
+    layout = pool.layout
+    return tuple(
+        KvView(
+            storage=pool.storage,
+            block_bytes=layout.block_bytes,
+            k_offset=layout.k_offset(layer),
+            v_offset=layout.v_offset(layer),
+            scale_offset=layout.k_scale_offset(layer) if layout.dtype.scaled else 0,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            format=KV_FORMATS[layout.dtype.name],
+        )
+        for layer in range(layout.layers)
+    )
+
+
+def check_kernels(config: ModelConfig, layout: KvLayout) -> None:
+    """Refuse what the kernels were not made for.
+
+    Raises:
+        ValueError: names the field, its value and what is legal.
+    """
+    group = config.heads // config.kv_heads
+    instead = "serve it with --device cpu"
+    if config.head_dim not in attention.HEAD_DIMS:
+        raise ValueError(
+            f"head_dim = {config.head_dim}: the kernels take "
+            f"{', '.join(map(str, attention.HEAD_DIMS))}: {instead}"
+        )
+    if group > attention.GROUP_MAX:
+        raise ValueError(
+            f"{group} query heads to a KV head: the kernels take {attention.GROUP_MAX}: {instead}"
+        )
+    if layout.block_size % attention.TILE_TOKENS or layout.block_size & (layout.block_size - 1):
+        raise ValueError(
+            f"block_size = {layout.block_size}: must be a power of two from "
+            f"{attention.TILE_TOKENS} on a card"
+        )
+    if config.hidden_size % 32 or (config.heads * config.head_dim) % 32:
+        raise ValueError(
+            f"hidden_size = {config.hidden_size} with {config.heads} heads of {config.head_dim}: "
+            f"the kernels take multiples of 32: {instead}"
+        )
+
+
+def model_specs(config: ModelConfig, layout: KvLayout) -> Iterator[KernelSpec]:
+    """Every kernel that a model's steps may launch."""
+    form, group = KV_FORMATS[layout.dtype.name], config.heads // config.kv_heads
+    yield attention.decode_spec(form, config.head_dim, group)
+    for tile_rows in prefill.TILE_ROWS:
+        yield prefill.prefill_spec(form, config.head_dim, tile_rows)
+    yield from linear.specs()
+    yield from pointwise.specs()
+
+
+def _workspace(config: ModelConfig, card: Card, sequences: int) -> DecodeWorkspace:
+    """Room for the partitions of every bucket."""
+    most = slots = 1
+    for bucket in buckets(sequences, config.max_positions):
+        partition = partition_for(
+            bucket.rows, config.kv_heads, bucket.context, card.multiprocessors
+        )
+        parts = partitions(bucket.context, partition)
+        most, slots = max(most, parts), max(slots, parts * bucket.rows)
+    return DecodeWorkspace.allocate(
+        sequences, config.heads, config.head_dim, most, card.device, max_slots=slots
+    )
+
+
+def _used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free

@@ -1,0 +1,59 @@
+"""Linear layers of many rows: cuBLAS, into buffers that are there already."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.linear import F16Weight, W4Weight, expand_w4, linear_norm, max_rows
+from deepinfer.workers.gpu.weights import Weight
+
+SCRATCH_BYTES: Final = 64 * 2**20
+"""Rows of a 4-bit weight are expanded to float16 into so much memory at a time."""
+
+
+class Products:
+    """``x @ weight.T + bias`` for any number of rows, float16.
+
+    Few rows go through our own kernels, which read a weight once; 4-bit weights of many rows are
+    expanded slice by slice. ``weights`` are all that will be asked for.
+    """
+
+    def __init__(self, weights: list[Weight], device: torch.device) -> None:
+        # cuBLAS wants its bias in half, our kernels in float32.
+        self._biases = {id(w): w.bias.half() for w in weights if w.bias is not None}
+        columns = max((w.columns for w in weights if isinstance(w, W4Weight)), default=0)
+        rows = SCRATCH_BYTES // (2 * columns) // 8 * 8 if columns else 0
+        self._scratch = torch.empty(rows * columns, dtype=torch.float16, device=device)
+
+    def __call__(self, out: Tensor, x: Tensor, weight: Weight) -> None:
+        """``out`` half ``[rows, N]``, ``x`` half ``[rows, K]``."""
+        if x.shape[0] <= max_rows(weight):
+            linear_norm(out, x, weight)
+        elif isinstance(weight, F16Weight):
+            self._multiply(out, x, weight.weight, self._biases.get(id(weight)))
+        else:
+            self._expand(out, x, weight)
+
+    def _expand(self, out: Tensor, x: Tensor, weight: W4Weight) -> None:
+        bias = self._biases.get(id(weight))
+        rows = self._scratch.numel() // weight.columns // 8 * 8
+        for first in range(0, weight.rows, rows):
+            last = min(first + rows, weight.rows)
+            count = last - first
+            part = self._scratch[: count * weight.columns].view(count, weight.columns)
+            expand_w4(part, weight, first)
+            self._multiply(out[:, first:last], x, part, None if bias is None else bias[first:last])
+
+    def _multiply(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+
+
+def multiply_into_float32(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """``out`` float32 ``[rows, N]`` = half ``x`` times half ``weight [N, K]`` transposed; CUDA."""
+    torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)

@@ -1,0 +1,28 @@
+"""What a worker on a card is told; without torch, for the launcher makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSettings:
+    """What a worker on a CUDA card is told besides.
+
+    Raises:
+        ValueError: memory_utilization is not above 0 and at most 1.
+    """
+
+    memory_utilization: float = 0.9
+    """The share of the card that may be in use when the worker serves, by whomever."""
+    fill_card: bool = True
+    """The KV pool takes what is left of that; ``WorkerConfig.blocks_total`` is the least that will
+    do. Otherwise it has exactly so many blocks."""
+    probe: bool = True
+    """Measure the bus and what can be pinned."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(
+                f"memory_utilization = {self.memory_utilization}: must be above 0 and at most 1"
+            )
