@@ -233,3 +233,15 @@ def bench_quality(
             threads=threads,
         )
         run_quality(model=model, plan=plan, text=text, output=output, console=out)
+
+
+@bench.command("kernel-resources")
+def bench_kernel_resources(
+    output: Output = RESULTS,
+) -> None:
+    """Registers, shared memory and occupancy of every GPU kernel; needs CuPy, but no GPU."""
+    with plain_errors():
+        from deepinfer.deploy.bench.kernel_resources import run_kernel_resources
+
+        ok = run_kernel_resources(output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
