@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,8 @@ from support.gateway_actor import gateway_settings, served_controller, serving_w
 from support.gateway_world import METADATA, TOKEN, MinimalController, eventually, settle
 
 ANSWER = "hello there, " * 8
-IMPATIENT = ClientConfig(connect_give_up_ms=5_000)
+PATIENT = ClientConfig(connect_give_up_ms=3_600_000)
+"""Longer than any test: who gives up with it has not waited for that."""
 
 
 @dataclass(slots=True)
@@ -93,14 +93,12 @@ async def _serve(folder: Path, authority: Authority, tls: ServerTls, test: Test)
 
 
 async def refused(client: AsyncClient, words: str) -> None:
-    """Both ways of calling end soon in ``Untrusted``, or say the words in ``Unavailable``."""
-    began_s = time.monotonic()
+    """A request ends in ``Untrusted`` at once, and a call says the words in ``Unavailable``."""
     with pytest.raises(Untrusted, match=words) as caught:
         await client.generate("x")
     assert caught.value.code == "UNAVAILABLE"
     with pytest.raises(Unavailable, match=words):
         await client.status()
-    assert time.monotonic() - began_s < 4.0
 
 
 def test_it_is_served_by_tls_across_a_restart(live: Live) -> None:
@@ -143,7 +141,7 @@ def test_workers_do_not_connect_where_clients_do(live: Live) -> None:
 
 def test_a_client_without_tls_is_told_so(live: Live) -> None:
     async def test(served: Served) -> None:
-        async with AsyncClient(served.address, token=TOKEN, config=IMPATIENT) as client:
+        async with AsyncClient(served.address, token=TOKEN, config=PATIENT) as client:
             await refused(client, "may want TLS: grpcs://")
 
     live(test)
@@ -153,7 +151,7 @@ def test_another_root_is_not_trusted(live: Live, tmp_path: Path) -> None:
     async def test(served: Served) -> None:
         other = Authority(tmp_path, "another")
         for tls in (TlsOptions(ca=other.root), True):
-            async with AsyncClient(served.address, token=TOKEN, tls=tls) as client:
+            async with AsyncClient(served.address, token=TOKEN, tls=tls, config=PATIENT) as client:
                 await refused(client, "CERTIFICATE_VERIFY_FAILED.*is not trusted")
 
     live(test)
@@ -161,7 +159,9 @@ def test_another_root_is_not_trusted(live: Live, tmp_path: Path) -> None:
 
 def test_another_name_is_not_trusted_unless_it_is_asked_for(live: Live) -> None:
     async def test(served: Served) -> None:
-        async with AsyncClient(served.address, token=TOKEN, tls=served.tls) as client:
+        async with AsyncClient(
+            served.address, token=TOKEN, tls=served.tls, config=PATIENT
+        ) as client:
             await refused(client, "Hostname Verification Check failed.*is not trusted")
         named = TlsOptions(ca=served.root, server_name="gateway.example")
         async with AsyncClient(served.address, token=TOKEN, tls=named) as client:
@@ -188,7 +188,7 @@ def test_a_client_certificate_is_needed_where_it_is_asked_for(live: Live, tmp_pa
             TlsOptions(ca=root),
             TlsOptions(ca=root, cert=stranger.cert, key=stranger.key),
         ):
-            async with AsyncClient(served.address, token=TOKEN, tls=tls) as client:
+            async with AsyncClient(served.address, token=TOKEN, tls=tls, config=PATIENT) as client:
                 await refused(client, "may want a client certificate")
         tls = TlsOptions(ca=root, cert=mine.cert, key=mine.key)
         async with AsyncClient(served.address, token=TOKEN, tls=tls) as client:
@@ -200,7 +200,7 @@ def test_a_client_certificate_is_needed_where_it_is_asked_for(live: Live, tmp_pa
 def test_tls_to_a_server_without_it(live: Live) -> None:
     async def test(served: Served) -> None:
         plain = f"grpcs://{served.controller.reports[0].address}"
-        async with AsyncClient(plain, token=TOKEN) as client:
+        async with AsyncClient(plain, token=TOKEN, config=PATIENT) as client:
             await refused(client, "WRONG_VERSION_NUMBER.*speaks no TLS")
 
     live(test)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -246,10 +245,8 @@ def interruptible() -> Iterator[None]:
 def test_an_interrupt_ends_a_download_that_hangs(hub: FakeHub, environment: dict[str, str]) -> None:
     hub.stall = lambda: os.kill(os.getpid(), signal.SIGINT)
     downloads = Downloads(Library.of("org/name", None, environment))
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), downloads:
         downloads.fetch(["model.safetensors"], lambda done: None)
-    assert time.monotonic() - start < 10
     assert downloads._running().returncode == -signal.SIGKILL
 
 
