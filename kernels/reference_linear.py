@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.linear import F16Weight, Weight, unpack_w4
+from deepinfer.kernels.linear_weights import F16Weight, Weight, unpack_w4
 
 HALF_MAX = 65504.0
 
@@ -39,12 +39,13 @@ def swiglu(x: Tensor, weight: Weight, sumsq: Tensor | None = None, eps: float = 
     return gate * torch.sigmoid(gate) * up
 
 
-def residual(
-    before: Tensor, x: Tensor, weight: Weight, gamma: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new residual ``[M, N]``, ``residual * gamma`` within half's range, and the sums of the
-    residual's squares over 16 columns each ``[M, ceil(N / 16)]``; float64."""
+def residual(before: Tensor, x: Tensor, weight: Weight, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """The new residual, and ``residual * gamma`` within half's range; float64 ``[M, N]``."""
     after = before.double() + product(x, weight)
-    padded = torch.nn.functional.pad(after, (0, -weight.rows % 16))
-    sums = padded.square().reshape(x.shape[0], -1, 16).sum(2)
-    return after, (after * gamma.double()).clamp(-HALF_MAX, HALF_MAX), sums
+    return after, (after * gamma.double()).clamp(-HALF_MAX, HALF_MAX)
+
+
+def sums_of_squares(residual: Tensor) -> Tensor:
+    """Sums over 16 columns each, the last maybe over fewer: float64 ``[M, ceil(N / 16)]``."""
+    padded = torch.nn.functional.pad(residual.double(), (0, -residual.shape[1] % 16))
+    return padded.square().reshape(residual.shape[0], -1, 16).sum(2)

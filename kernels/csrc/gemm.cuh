@@ -58,21 +58,29 @@ DEV uint4 load_or_zero(const __half* p, bool valid) {
   return valid ? __ldg(reinterpret_cast<const uint4*>(p)) : zero;
 }
 
-// One thread's share of the outputs of a CTA: 16 MT rows of W from n0, 8 NT rows of X from m0.
-// `sums` is [WARPS][16 MT][8 NT + 1].
-template <int NT, int MT, int WARPS>
-DEV void finish(const Finish& f, const float* sums, const float* rstd, i32 m0, i32 n0, i32 M,
-                i32 N) {
-  constexpr int ROWS = 16 * MT, COLUMNS = 8 * NT, PITCH = COLUMNS + 1;
-  auto sum = [&](int row, int column) {
-    float s = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) s += sums[(w * ROWS + row) * PITCH + column];
-    return s;
-  };
+// What row m of X multiplies: rstd[COLUMNS] of the rows from m0, added up in a fixed order.
+template <int COLUMNS, int WARPS>
+DEV void row_scales(const Finish& f, float* rstd, i32 m0, i32 M, i32 K) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int column = warp; column < COLUMNS; column += WARPS) {
+    float scale = 1.f;
+    if (f.sumsq && m0 + column < M) {
+      const float* p = f.sumsq + static_cast<i64>(m0 + column) * f.partials;
+      float s = 0.f;
+      for (int i = lane; i < f.partials; i += 32) s += p[i];
+      scale = rsqrtf(warp_sum(s) / K + f.eps);
+    }
+    if (lane == 0) rstd[column] = scale;
+  }
+}
+
+// One thread's share of the outputs of a CTA: ROWS (a multiple of 16) rows of W from n0, COLUMNS
+// rows of X from m0. `sum(row, column)` is the product.
+template <int ROWS, int COLUMNS, int THREADS, class Sum>
+DEV void finish(const Finish& f, const Sum& sum, const float* rstd, i32 m0, i32 n0, i32 M, i32 N) {
   if (f.epilogue == SWIGLU) {
-    for (int e = threadIdx.x; e < ROWS / 2 * COLUMNS; e += 32 * WARPS) {
-      const int unit = e % 8, tile = e / 8 % MT, column = e / (8 * MT);
+    for (int e = threadIdx.x; e < ROWS / 2 * COLUMNS; e += THREADS) {
+      const int unit = e % 8, tile = e / 8 % (ROWS / 16), column = e / (ROWS / 2);
       const int m = m0 + column, n = n0 + 16 * tile + unit;
       if (m >= M || n >= N) continue;
       float gate = sum(16 * tile + unit, column) * rstd[column];
@@ -88,7 +96,7 @@ DEV void finish(const Finish& f, const float* sums, const float* rstd, i32 m0, i
     return;
   }
   // The bound is a multiple of 32 for every warp: all lanes of a warp stay for the shuffles.
-  for (int e = threadIdx.x; e < ROWS * COLUMNS; e += 32 * WARPS) {
+  for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) {
     const int row = e % ROWS, column = e / ROWS;
     const int m = m0 + column, n = n0 + row;
     const bool valid = m < M && n < N;
@@ -144,17 +152,7 @@ DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish
     if (k < K) load(ring[stage], k);
   }
 
-  for (int column = warp; column < 8 * NT; column += WARPS) {
-    float scale = 1.f;
-    if (f.sumsq && m0 + column < M) {
-      const float* p = f.sumsq + static_cast<i64>(m0 + column) * f.partials;
-      float s = 0.f;
-      for (int i = lane; i < f.partials; i += 32) s += p[i];
-      scale = rsqrtf(warp_sum(s) / K + f.eps);
-    }
-    if (lane == 0) rstd[column] = scale;
-  }
-
+  row_scales<8 * NT, WARPS>(f, rstd, m0, M, K);
   float acc[MT][NT][4];
   clear(acc);
   typedef uint4 Activations[NT][F::CHUNKS];
@@ -192,8 +190,8 @@ DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish
       if (F::GROUP_CHUNKS)
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-          const float low = weights.scale(tiles[i], first / GROUP, 0);
-          const float high = weights.scale(tiles[i], first / GROUP, 1);
+          const float low = __half2float(weights.scale(tiles[i], first / GROUP, 0));
+          const float high = __half2float(weights.scale(tiles[i], first / GROUP, 1));
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
             acc[i][j][0] += low * part[i][j][0];
@@ -226,5 +224,11 @@ DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish
         sums[((warp * MT + i) * 16 + g + 8 * (v / 2)) * (8 * NT + 1) + 8 * j + 2 * t + v % 2] =
             acc[i][j][v];
   __syncthreads();
-  finish<NT, MT, WARPS>(f, sums, rstd, m0, n0, M, N);
+  const auto sum = [&](int row, int column) {
+    float s = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) s += sums[(w * 16 * MT + row) * (8 * NT + 1) + column];
+    return s;
+  };
+  finish<16 * MT, 8 * NT, 32 * WARPS>(f, sum, rstd, m0, n0, M, N);
 }

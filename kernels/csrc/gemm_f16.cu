@@ -1,5 +1,6 @@
 // Linear layers with plain FP16 weights [N, K], row-major.
 #include "gemm.cuh"
+#include "gemm_tiled.cuh"
 
 struct F16 {
   static constexpr int CHUNKS = 2, GROUP_CHUNKS = 0;
@@ -27,7 +28,9 @@ struct F16 {
     a[1][0] = low.z, a[1][1] = high.z, a[1][2] = low.w, a[1][3] = high.w;
   }
 
-  __device__ __forceinline__ static float scale(const Tile&, int, int) { return 1.f; }
+  __device__ __forceinline__ static __half scale(const Tile&, int, int) {
+    return __float2half_rn(1.f);
+  }
 };
 
 template <int NT, int MT, int WARPS, int DEPTH, int AHEAD>
@@ -39,4 +42,17 @@ linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 
   const F16 weights{weight, K};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   small_gemm<F16, NT, MT, WARPS, DEPTH, AHEAD>(weights, x, finish, M, N, K);
+}
+
+template <int NT, int MT, int WARPS, int DEPTH>
+__global__ void __launch_bounds__(32 * WARPS)
+linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N, i32 K,
+           i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+           const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
+           const __half* __restrict__ gamma, float* __restrict__ sumsq_out,
+                 float* workspace, i32* tickets) {
+  extern __shared__ __align__(16) uint4 shared[];
+  const F16 weights{weight, K};
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  tiled_gemm<F16, NT, MT, WARPS, DEPTH>(weights, x, finish, M, N, K, workspace, tickets, shared);
 }

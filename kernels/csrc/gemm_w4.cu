@@ -1,6 +1,7 @@
 // Linear layers with 4-bit weights. Products of exact small integers with X are summed in FP32 by
 // group; scales multiply those sums, never the weights, so no weight is rounded.
 #include "gemm.cuh"
+#include "gemm_tiled.cuh"
 #include "w4.cuh"
 
 // GROUP: chunks of 32 that share a scale in a step: 1, 2 or 4 for groups of 32, 64, and 128 or a
@@ -48,8 +49,8 @@ struct W4 {
     }
   }
 
-  __device__ __forceinline__ static float scale(const Tile& tile, int group, int half) {
-    return __half2float(bits_half(tile.scale[half][group]));
+  __device__ __forceinline__ static __half scale(const Tile& tile, int group, int half) {
+    return bits_half(tile.scale[half][group]);
   }
 };
 
@@ -63,4 +64,18 @@ linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
   const W4<GROUP> weights{codes, scales, zeros, group_shift, K};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   small_gemm<W4<GROUP>, NT, MT, WARPS, DEPTH, AHEAD>(weights, x, finish, M, N, K);
+}
+
+template <int GROUP, int NT, int MT, int WARPS, int DEPTH>
+__global__ void __launch_bounds__(32 * WARPS)
+linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
+          const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M, i32 N,
+          i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+          const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
+          const __half* __restrict__ gamma, float* __restrict__ sumsq_out,
+                float* workspace, i32* tickets) {
+  extern __shared__ __align__(16) uint4 shared[];
+  const W4<GROUP> weights{codes, scales, zeros, group_shift, K};
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  tiled_gemm<W4<GROUP>, NT, MT, WARPS, DEPTH>(weights, x, finish, M, N, K, workspace, tickets, shared);
 }

@@ -1,0 +1,142 @@
+// Linear layers for 17 to 64 rows: as gemm.cuh, but the warps of a CTA have different rows of W and
+// share X, which passes through shared memory: at 64 rows every warp reading X by itself would cost
+// several times the traffic of W.
+//
+// X is stored as fragments, [chunk][n-tile][lane] 16 bytes each, so that every read is one
+// conflict-free 512-byte access. Scales multiply the weights, each rounded to half once as by
+// expand_w4.cu: sums of 64 columns by group would not fit in registers twice. Where N alone makes too few CTAs, gridDim.z of them split K; the
+// last to come adds the partial sums in the order of the splits.
+#pragma once
+#include "gemm.cuh"
+
+constexpr int X_STAGES = 3;
+
+// Grid: x over blocks of 8 NT rows of X, y over 16 MT WARPS rows of W, z over splits of K.
+// `workspace` has gridDim.x y z blocks of 16 MT WARPS * 8 NT floats, `tickets` a zero for each x, y
+// (and is left so); both unused if gridDim.z is 1. `shared`: see `tiled_shared_bytes` of linear.py.
+template <class F, int NT, int MT, int WARPS, int DEPTH>
+DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
+                    i32 K, float* workspace, i32* tickets, uint4* shared) {
+  constexpr int STEP = 32 * F::CHUNKS, THREADS = 32 * WARPS;
+  constexpr int ROWS = 16 * MT * WARPS, COLUMNS = 8 * NT, PITCH = COLUMNS + 1;
+  constexpr int GROUP = F::GROUP_CHUNKS ? F::GROUP_CHUNKS : F::CHUNKS;
+  constexpr int STAGE = F::CHUNKS * NT * 32;  // 16-byte pieces of X in a step
+  constexpr int SUMS = (ROWS * PITCH + 3) / 4;
+  float* rstd = reinterpret_cast<float*>(shared + max(X_STAGES * STAGE, SUMS));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * ROWS, row0 = n0 + 16 * MT * warp;
+  const int steps = (K + STEP - 1) / STEP, share = (steps + gridDim.z - 1) / gridDim.z;
+  const int begin = share * blockIdx.z, end = min(begin + share, steps);
+
+  typename F::Tile ring[DEPTH][MT];
+  auto load = [&](typename F::Tile(&tiles)[MT], int step) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+      const int row = row0 + 16 * i + g;
+      weights.load(tiles[i], min(row, N - 1), min(row + 8, N - 1), step * STEP);
+    }
+  };
+  auto stage_x = [&](int step) {  // one group a step, empty beyond the end
+    if (step < end)
+#pragma unroll
+      for (int piece = threadIdx.x; piece < STAGE; piece += THREADS) {
+        const int chunk = piece / (32 * NT), m = m0 + piece / 32 % NT * 8 + piece % 32 / 4;
+        const int k = step * STEP + F::x_offset(chunk, piece % 4);
+        const bool valid = m < M && k < K;
+        cp_async16_zfill(shared + step % X_STAGES * STAGE + piece,
+                         valid ? x + static_cast<i64>(m) * K + k : x, valid ? 16 : 0);
+      }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int stage = 0; stage < DEPTH; ++stage)
+    if (begin + stage < end) load(ring[stage], begin + stage);
+#pragma unroll
+  for (int stage = 0; stage < X_STAGES - 1; ++stage) stage_x(begin + stage);
+  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, K);
+
+  float acc[MT][NT][4];
+  clear(acc);
+  auto multiply = [&](const typename F::Tile(&tiles)[MT], const uint4* values) {
+#pragma unroll
+    for (int chunk = 0; chunk < F::CHUNKS; ++chunk) {
+      u32 a[MT][2][4];
+#pragma unroll
+      for (int i = 0; i < MT; ++i) {
+        weights.fragments(tiles[i], chunk, a[i]);
+        if (F::GROUP_CHUNKS)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const __half2 scale = __half2half2(weights.scale(tiles[i], chunk / GROUP, half));
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+              u32& pair = a[i][v / 2][half + 2 * (v % 2)];
+              pair = h2u(__hmul2(u2h(pair), scale));
+            }
+          }
+      }
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        const uint4 b = values[(chunk * NT + j) * 32 + lane];
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+          mma16816(acc[i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], b.x, b.y);
+          mma16816(acc[i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], b.z, b.w);
+        }
+      }
+    }
+  };
+  for (int step = begin; step < end; step += DEPTH) {
+#pragma unroll
+    for (int stage = 0; stage < DEPTH; ++stage) {
+      const int at = step + stage;
+      if (at >= end) break;
+      cp_async_wait<X_STAGES - 2>();
+      __syncthreads();  // this step's X is there, and the step before is done with its buffer
+      stage_x(at + X_STAGES - 1);
+      multiply(ring[stage], shared + at % X_STAGES * STAGE);
+      if (at + DEPTH < end) load(ring[stage], at + DEPTH);
+    }
+  }
+
+  cp_async_wait<0>();
+  __syncthreads();
+  float* sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int i = 0; i < MT; ++i)
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        sums[(16 * (warp * MT + i) + g + 8 * (v / 2)) * PITCH + 8 * j + 2 * t + v % 2] =
+            acc[i][j][v];
+  __syncthreads();
+  if (gridDim.z == 1) {
+    const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
+    finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
+    return;
+  }
+
+  constexpr int AREA = ROWS * COLUMNS;
+  const int block = blockIdx.y * gridDim.x + blockIdx.x;
+  float* partial = workspace + static_cast<i64>(block) * gridDim.z * AREA;
+  for (int e = threadIdx.x; e < AREA; e += THREADS)
+    partial[blockIdx.z * AREA + e] = sums[e % ROWS * PITCH + e / ROWS];
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(tickets + block, 1) == static_cast<i32>(gridDim.z) - 1;
+    if (last) tickets[block] = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const auto sum = [&](int row, int column) {
+    float s = 0.f;
+    for (int split = 0; split < static_cast<int>(gridDim.z); ++split)
+      s += ld_cg(partial + split * AREA + column * ROWS + row);
+    return s;
+  };
+  finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
+}

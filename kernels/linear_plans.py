@@ -1,0 +1,123 @@
+"""How the launches of the linear kernels are cut, by shape and card, from measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from deepinfer.kernels.compiler import KernelSpec
+from deepinfer.kernels.linear_weights import F16Weight, Weight
+
+TILE_ROWS: Final = 16
+"""Rows of a weight that one tensor-core tile takes."""
+
+DIRECT_ROWS_MAX: Final = 16
+"""Up to here warps read ``x`` straight from memory; above it passes through shared memory."""
+
+_X_STAGES: Final = 3
+"""As in ``csrc/gemm_tiled.cuh``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a launch is cut: 16 ``row_tiles`` rows of W and 8 ``column_tiles`` rows of X a CTA,
+    K over ``warps`` warps, each with ``depth`` steps of weights in flight, and ``ahead`` (0 or 1)
+    of X."""
+
+    column_tiles: int
+    row_tiles: int
+    warps: int
+    depth: int
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class TiledPlan:
+    """A launch whose warps share ``x``: 16 ``row_tiles`` rows of W a warp, 8 ``column_tiles`` rows
+    of X a CTA, K over ``splits`` CTAs (more than one needs a ``Workspace``)."""
+
+    column_tiles: int
+    row_tiles: int
+    warps: int
+    depth: int
+    splits: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of W a CTA."""
+        return TILE_ROWS * self.row_tiles * self.warps
+
+
+EXPAND: Final = KernelSpec("expand_w4.cu", "expand_w4", 256)
+
+# By (few tiles of rows for the card's SMs, column tiles).
+_F16_PLANS: Final = {
+    (True, 1): Plan(1, 1, 16, 2, 0),
+    (True, 2): Plan(2, 1, 16, 2, 0),
+    (False, 1): Plan(1, 1, 8, 4, 0),
+    (False, 2): Plan(2, 1, 8, 4, 0),
+}
+_W4_PLANS: Final = {
+    (True, 1): Plan(1, 1, 16, 2, 0),
+    (True, 2): Plan(2, 1, 16, 2, 0),
+    (False, 1): Plan(1, 1, 4, 2, 0),
+    (False, 2): Plan(2, 2, 4, 2, 0),
+}
+_F16_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}
+_W4_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}
+
+
+def partials(rows: int) -> int:
+    """How many sums of squares a row gets from ``linear_residual`` with a weight of ``rows``."""
+    return -(-rows // TILE_ROWS)
+
+
+def plan_for(weight: Weight, m: int, sm_count: int, *, split: bool = True) -> Plan | TiledPlan:
+    """The measured best cut for ``m`` rows; up to 16, ``warps`` (the order of the sums) ignores it.
+
+    Without ``split`` K stays in one CTA, which needs no ``Workspace``.
+    """
+    kind = isinstance(weight, F16Weight)
+    if m <= DIRECT_ROWS_MAX:
+        narrow = partials(weight.rows) <= 2 * sm_count
+        return (_F16_PLANS if kind else _W4_PLANS)[narrow, 1 if m <= 8 else 2]
+    column_tiles = 4 if m <= 32 else 8
+    plan = (_F16_TILED if kind else _W4_TILED)[column_tiles]
+    blocks = -(-weight.rows // plan.rows)
+    step = 64 if kind else 128
+    splits = max(1, min(2 * sm_count // blocks, weight.columns // (2 * step))) if split else 1
+    return replace(plan, splits=splits)
+
+
+def specs() -> Iterator[KernelSpec]:
+    """Every kernel that this module may launch."""
+    f16: list[Plan | TiledPlan] = [*_F16_PLANS.values(), *_F16_TILED.values()]
+    yield from map(f16_spec, f16)
+    w4: list[Plan | TiledPlan] = [*_W4_PLANS.values(), *_W4_TILED.values()]
+    for plan in w4:
+        for group_chunks in (1, 2, 4):
+            yield w4_spec(group_chunks, plan)
+    yield EXPAND
+
+
+def _spec(kind: str, leading: str, step: int, plan: Plan | TiledPlan) -> KernelSpec:
+    cut = f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.warps}, {plan.depth}"
+    threads = 32 * plan.warps
+    if isinstance(plan, Plan):
+        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}<{cut}, {plan.ahead}>", threads)
+    columns = 8 * plan.column_tiles
+    stages = _X_STAGES * columns * step * 2
+    sums = -(-plan.rows * (columns + 1) * 4 // 16) * 16
+    shared = max(stages, sums) + 4 * columns
+    return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_tiled<{cut}>", threads, shared)
+
+
+def f16_spec(plan: Plan | TiledPlan) -> KernelSpec:
+    """The kernel for FP16 weights."""
+    return _spec("f16", "", 64, plan)
+
+
+def w4_spec(group_chunks: int, plan: Plan | TiledPlan) -> KernelSpec:
+    """The kernel for 4-bit weights, ``group_chunks`` times 32 columns of which share a scale."""
+    return _spec("w4", f"{group_chunks}, ", 128, plan)
