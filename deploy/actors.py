@@ -179,6 +179,7 @@ class Actors:
             share = share_cards(config.workers, node.cards).of_card
             gpu = GpuSettings(
                 memory_utilization=config.gpu_memory_utilization * share,
+                shared=share < 1,
                 fill_card=model.blocks is None,
                 probe=config.gpu_probe,
             )

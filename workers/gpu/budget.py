@@ -10,6 +10,10 @@ from deepinfer.workers.gpu.card import GpuMemoryError
 
 MIB: Final = 2**20
 
+CONTEXT_BYTES: Final = 640 * MIB
+"""About what a process's CUDA context and kernels take: the driver tells only all processes' sum,
+and on a card that workers share somebody else's may be most of it."""
+
 GRAPH_BYTES: Final = 6 * MIB
 """Set aside for each CUDA graph before it is captured: the driver's own copy of its nodes."""
 
@@ -25,7 +29,9 @@ class MemoryBudget:
     utilization: float
     """The share of the card that this worker may take, with all that was taken before it."""
     context: int
-    """CUDA's context and modules, and whatever other processes hold."""
+    """CUDA's context and modules, and what other processes held, if the card is this worker's."""
+    others: int = 0
+    """What they held, if the card is shared: then ``utilization`` counts this worker alone."""
     weights: int
     scratch: int
     """Activations, attention's partial results, workspaces."""
@@ -40,16 +46,17 @@ class MemoryBudget:
     @property
     def left(self) -> int:
         """What nobody was given; not below 0 unless something else took memory meanwhile."""
-        return self.card - self.used
+        return self.card - self.used - self.others
 
     def room(self) -> int:
         """Bytes that a KV pool may take within ``utilization``; may be negative."""
-        return int(self.card * self.utilization) - self.used
+        return min(int(self.card * self.utilization) - self.used, self.left)
 
     def lines(self) -> tuple[str, ...]:
         """A table: one purpose a line, in MiB and in percent of the card."""
         rows = (
-            ("CUDA context and others", self.context),
+            ("CUDA context", self.context),
+            ("other processes", self.others),
             ("weights", self.weights),
             ("scratch", self.scratch),
             ("graphs", self.graphs),

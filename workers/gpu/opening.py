@@ -15,6 +15,7 @@ from deepinfer.kernels.attention import DecodeWorkspace, KvView, partition_for, 
 from deepinfer.kernels.compiler import KernelSpec, precompile
 from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.workers.gpu.budget import (
+    CONTEXT_BYTES,
     GRAPH_BYTES,
     SLACK_BYTES,
     MemoryBudget,
@@ -87,10 +88,13 @@ def open_gpu(
     began = time.monotonic()
     precompile(model_specs(model.config, layout))
     compiled_s = time.monotonic() - began
+    used = _used() - torch.cuda.memory_reserved()
+    context = min(used, CONTEXT_BYTES) if settings.shared else used
     budget = MemoryBudget(
         card=card.bytes_total,
         utilization=settings.memory_utilization,
-        context=_used() - torch.cuda.memory_reserved(),
+        context=context,
+        others=used - context,
         weights=0,
         scratch=0,
         graphs=0,

@@ -14,7 +14,10 @@ class GpuSettings:
     """
 
     memory_utilization: float = 0.9
-    """The share of the card that may be in use when the worker serves, by whomever."""
+    """The share of the card that may be in use when the worker serves."""
+    shared: bool = False
+    """Other workers are on the same card: ``memory_utilization`` is of what this one takes, else
+    of what everybody does."""
     fill_card: bool = True
     """The KV pool takes what is left of that; ``WorkerConfig.blocks_total`` is the least that will
     do. Otherwise it has exactly so many blocks."""
