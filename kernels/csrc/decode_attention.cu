@@ -404,8 +404,12 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   const i64 group_at = (i64)row * kv_heads + kv_head;
   __half* result = out + group_at * group * D;
   auto store = [&](int head, int dim, float4 x, float factor) {
+    // Saturating: int8 codes may stand for a little more than the largest half.
+    const __half h[4] = {saturate_half(x.x * factor), saturate_half(x.y * factor),
+                         saturate_half(x.z * factor), saturate_half(x.w * factor)};
     *reinterpret_cast<uint2*>(result + head * D + dim) =
-        make_uint2(pack_half2(x.x * factor, x.y * factor), pack_half2(x.z * factor, x.w * factor));
+        make_uint2(half_bits(h[0]) | (u32)half_bits(h[1]) << 16,
+                   half_bits(h[2]) | (u32)half_bits(h[3]) << 16);
   };
   auto add = [](float4& total, float factor, const float4& x) {
     total.x += factor * x.x, total.y += factor * x.y;
