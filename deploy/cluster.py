@@ -11,16 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from deepinfer.deploy import interrupts
 from deepinfer.deploy.actors import START_TIMEOUT_S, Actors, Served, bind, end_actors
-from deepinfer.deploy.config import ClusterConfig, Device
+from deepinfer.deploy.config import ClusterConfig, ConfigError, Device
 from deepinfer.deploy.errors import LaunchError
 from deepinfer.deploy.models import check_model, resolve_model
 from deepinfer.deploy.rays import OwnRay, RunningRay
 from deepinfer.deploy.running import alive, default_token_file, read_or_make_token
 from deepinfer.deploy.tls import check_server_tls
+
+if TYPE_CHECKING:
+    from deepinfer.kvstore.core.layout import KvLayout
+    from deepinfer.workers.model.config import ModelConfig
 
 __all__ = ["Cluster", "LaunchError", "quiet"]
 
@@ -157,7 +161,7 @@ def _open(model: Path, config: ClusterConfig, device: Device) -> Served:
 
     Raises:
         ModelUnavailableError: damaged, incomplete or unsupported; or no tokenizer of its own.
-        ConfigError: the pool cannot hold one block.
+        ConfigError: the pool cannot hold one block, or the GPU kernels know no such sizes.
     """
     with interrupts.held():
         import deepinfer.text.load
@@ -173,6 +177,8 @@ def _open(model: Path, config: ClusterConfig, device: Device) -> Served:
         threads=config.threads if device == "cpu" else None,
     )
     layout = kv_layout(served, resolve_kv_dtype(config.kv_cache_dtype), config.block_size)
+    if device == "cuda":
+        _check_kernels(served, layout)
     size = config.cache_size(device)
     return Served(
         path=model,
@@ -181,3 +187,13 @@ def _open(model: Path, config: ClusterConfig, device: Device) -> Served:
         device=device,
         blocks=None if size is None else size.blocks_of(layout.block_bytes),
     )
+
+
+def _check_kernels(model: ModelConfig, layout: KvLayout) -> None:
+    """Raise ConfigError for sizes that the GPU kernels were not made for."""
+    with interrupts.held():
+        from deepinfer.workers.gpu.shapes import check_kernels
+    try:
+        check_kernels(model, layout)
+    except ValueError as error:
+        raise ConfigError(f"device = 'cuda': {error}") from error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.attention import DecodeWorkspace
-from deepinfer.kernels.linear import partials
+from deepinfer.kernels.linear import Workspace, partials
 from deepinfer.workers.gpu.weights import padded_width
 from deepinfer.workers.model.config import ModelConfig
 
@@ -43,6 +43,7 @@ class Buffers:
     saturations: Tensor
     """int64 ``[1]``: K and V elements that were clamped, since start."""
     decode: DecodeWorkspace
+    linear: Workspace
 
     @classmethod
     def allocate(
@@ -79,4 +80,5 @@ class Buffers:
             logits=single(sequences, config.vocab_size),
             saturations=torch.zeros(1, dtype=torch.int64, device=device),
             decode=workspace,
+            linear=Workspace.allocate(device),
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import KvView, paged_decode
 from deepinfer.kernels.linear import (
+    Weight,
     linear_logits,
     linear_norm,
     linear_residual,
@@ -28,7 +29,7 @@ from deepinfer.kernels.prefill import PrefillSpans, paged_prefill
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.inputs import InputViews
 from deepinfer.workers.gpu.products import Products, multiply_into_float32
-from deepinfer.workers.gpu.weights import GpuLayer, GpuWeights, Weight
+from deepinfer.workers.gpu.weights import GpuLayer, GpuWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,7 @@ class GpuDecoder:
         self._views = views
         self._scale = weights.config.head_dim**-0.5
         self._products = Products(
-            [w for layer in weights.layers for w in layer_weights(layer)], buffers.hidden.device
+            [w for layer in weights.layers for w in layer_weights(layer)], buffers.linear
         )
 
     def fused(self, inputs: InputViews, rows: int, partition: int) -> None:
@@ -69,16 +70,22 @@ class GpuDecoder:
             layers[0].input_norm,
         )
         for index, layer in enumerate(layers):
-            linear_norm(qkv, hidden, layer.qkv, sumsq=sumsq, eps=eps)
+            linear_norm(qkv, hidden, layer.qkv, sumsq=sumsq, eps=eps, workspace=b.linear)
             self._write_kv(index, layer, qkv, inputs)
             self._decode(index, mixed, qkv, inputs, partition)
             linear_residual(
-                hidden, residual, sumsq, mixed.view(rows, -1), layer.out, layer.mlp_norm
+                hidden,
+                residual,
+                sumsq,
+                mixed.view(rows, -1),
+                layer.out,
+                layer.mlp_norm,
+                workspace=b.linear,
             )
-            linear_swiglu(gated, hidden, layer.gate_up, sumsq=sumsq, eps=eps)
+            linear_swiglu(gated, hidden, layer.gate_up, sumsq=sumsq, eps=eps, workspace=b.linear)
             last = index + 1 == len(layers)
             gamma = self.weights.norm if last else layers[index + 1].input_norm
-            linear_residual(hidden, residual, sumsq, gated, layer.down, gamma)
+            linear_residual(hidden, residual, sumsq, gated, layer.down, gamma, workspace=b.linear)
 
     def fused_logits(self, rows: int) -> None:
         """After ``fused``: logits of every row."""
@@ -89,6 +96,7 @@ class GpuDecoder:
             self.weights.head,
             sumsq=b.sumsq[:rows],
             eps=self.weights.config.rms_eps,
+            workspace=b.linear,
         )
 
     def wide(self, inputs: InputViews, step: WideStep) -> None:
@@ -129,7 +137,7 @@ class GpuDecoder:
         rows = normed.shape[0]
         out, head = self.buffers.logits[:rows], self.weights.head
         if rows <= max_rows(head):
-            linear_logits(out, normed, head)
+            linear_logits(out, normed, head, workspace=self.buffers.linear)
         else:
             multiply_into_float32(out, normed, head.weight)
         return out

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from deepinfer.kernels import attention, linear, pointwise, prefill
-from deepinfer.kernels.attention import DecodeWorkspace, KvView, partition_for, partitions
-from deepinfer.kernels.compiler import KernelSpec, precompile
+from deepinfer.kernels import linear
+from deepinfer.kernels.attention import DecodeWorkspace, partition_for, partitions
+from deepinfer.kernels.compiler import precompile
 from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.workers.gpu.budget import (
     CONTEXT_BYTES,
@@ -30,21 +29,13 @@ from deepinfer.workers.gpu.graphs import buckets, row_bucket
 from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.gpu.settings import GpuSettings
+from deepinfer.workers.gpu.shapes import check_kernels, kv_views, model_specs
 from deepinfer.workers.gpu.weights import GpuWeights, load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
 
 log = logging.getLogger(__name__)
-
-KV_FORMATS: Final = {
-    "fp16": attention.KV_FP16,
-    "int8": attention.KV_INT8,
-    "fp8": attention.KV_E4M3,
-    "fp8_e5m2": attention.KV_E5M2,
-    "k16v8": attention.KV_K16V8,
-}
-"""What the kernels call the pools' dtypes."""
 
 
 class OpenedGpu(NamedTuple):
@@ -178,64 +169,6 @@ def make_runner(
         fused_rows=fused_rows,
         multiprocessors=multiprocessors,
     )
-
-
-def kv_views(pool: PagedPool) -> tuple[KvView, ...]:
-    """A pool's layers as the kernels see them."""
-    layout = pool.layout
-    return tuple(
-        KvView(
-            storage=pool.storage,
-            block_bytes=layout.block_bytes,
-            k_offset=layout.k_offset(layer),
-            v_offset=layout.v_offset(layer),
-            scale_offset=layout.k_scale_offset(layer) if layout.dtype.scaled else 0,
-            kv_heads=layout.kv_heads,
-            head_dim=layout.head_dim,
-            block_size=layout.block_size,
-            format=KV_FORMATS[layout.dtype.name],
-        )
-        for layer in range(layout.layers)
-    )
-
-
-def check_kernels(config: ModelConfig, layout: KvLayout) -> None:
-    """Refuse what the kernels were not made for.
-
-    Raises:
-        ValueError: names the field, its value and what is legal.
-    """
-    group = config.heads // config.kv_heads
-    instead = "serve it with --device cpu"
-    if config.head_dim not in attention.HEAD_DIMS:
-        raise ValueError(
-            f"head_dim = {config.head_dim}: the kernels take "
-            f"{', '.join(map(str, attention.HEAD_DIMS))}: {instead}"
-        )
-    if group > attention.GROUP_MAX:
-        raise ValueError(
-            f"{group} query heads to a KV head: the kernels take {attention.GROUP_MAX}: {instead}"
-        )
-    if layout.block_size % attention.TILE_TOKENS or layout.block_size & (layout.block_size - 1):
-        raise ValueError(
-            f"block_size = {layout.block_size}: must be a power of two from "
-            f"{attention.TILE_TOKENS} on a card"
-        )
-    if config.hidden_size % 32 or (config.heads * config.head_dim) % 32:
-        raise ValueError(
-            f"hidden_size = {config.hidden_size} with {config.heads} heads of {config.head_dim}: "
-            f"the kernels take multiples of 32: {instead}"
-        )
-
-
-def model_specs(config: ModelConfig, layout: KvLayout) -> Iterator[KernelSpec]:
-    """Every kernel that a model's steps may launch."""
-    form, group = KV_FORMATS[layout.dtype.name], config.heads // config.kv_heads
-    yield attention.decode_spec(form, config.head_dim, group)
-    for tile_rows in prefill.TILE_ROWS:
-        yield prefill.prefill_spec(form, config.head_dim, tile_rows)
-    yield from linear.specs()
-    yield from pointwise.specs()
 
 
 def _workspace(config: ModelConfig, card: Card, sequences: int) -> DecodeWorkspace:

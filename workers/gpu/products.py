@@ -7,8 +7,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.linear import F16Weight, W4Weight, expand_w4, linear_norm, max_rows
-from deepinfer.workers.gpu.weights import Weight
+from deepinfer.kernels.linear import (
+    F16Weight,
+    W4Weight,
+    Weight,
+    Workspace,
+    expand_w4,
+    linear_norm,
+    max_rows,
+)
 
 SCRATCH_BYTES: Final = 64 * 2**20
 """Rows of a 4-bit weight are expanded to float16 into so much memory at a time."""
@@ -18,20 +25,24 @@ class Products:
     """``x @ weight.T + bias`` for any number of rows, float16.
 
     Few rows go through our own kernels, which read a weight once; 4-bit weights of many rows are
-    expanded slice by slice. ``weights`` are all that will be asked for.
+    expanded slice by slice. ``weights`` are all that will be asked for, ``workspace`` is that of
+    the stream on which steps run.
     """
 
-    def __init__(self, weights: list[Weight], device: torch.device) -> None:
+    def __init__(self, weights: list[Weight], workspace: Workspace) -> None:
+        self._workspace = workspace
         # cuBLAS wants its bias in half, our kernels in float32.
         self._biases = {id(w): w.bias.half() for w in weights if w.bias is not None}
         columns = max((w.columns for w in weights if isinstance(w, W4Weight)), default=0)
         rows = SCRATCH_BYTES // (2 * columns) // 8 * 8 if columns else 0
-        self._scratch = torch.empty(rows * columns, dtype=torch.float16, device=device)
+        self._scratch = torch.empty(
+            rows * columns, dtype=torch.float16, device=workspace.sums.device
+        )
 
     def __call__(self, out: Tensor, x: Tensor, weight: Weight) -> None:
         """``out`` half ``[rows, N]``, ``x`` half ``[rows, K]``."""
         if x.shape[0] <= max_rows(weight):
-            linear_norm(out, x, weight)
+            linear_norm(out, x, weight, workspace=self._workspace)
         elif isinstance(weight, F16Weight):
             self._multiply(out, x, weight.weight, self._biases.get(id(weight)))
         else:

@@ -10,14 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.linear import F16Weight, W4Weight, interleave_gate_up
+from deepinfer.kernels.linear import F16Weight, Weight, interleave_gate_up
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import EMBEDDING, MLP_WIDTH_MULTIPLE, RopeTable
 from deepinfer.workers.model.heap import trim_heap
 from deepinfer.workers.model.weights import CheckpointError, LoadedModel, WeightSource
-
-Weight = F16Weight | W4Weight
-"""A linear layer ``[out_features, in_features]`` as the kernels take it."""
 
 HALF_MAX: Final = 65504.0
 
