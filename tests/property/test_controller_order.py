@@ -11,7 +11,8 @@ from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.events import SendOrder
 from deepinfer.kvstore.core.ids import Run, Seq, StoreId
 from deepinfer.kvstore.core.messages import Admit, SwapIn, TicketState, WorkerReport
-from support.controller_cluster import BLOCK_SIZE, Cluster
+from support.controller_cluster import Cluster
+from support.controller_peers import BLOCK_SIZE
 
 
 @settings(max_examples=40)

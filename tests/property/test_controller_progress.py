@@ -11,7 +11,8 @@ from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.events import Drain, SendOrder
 from deepinfer.kvstore.core.ids import Run, Seq, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import Admit, Cancel, SwapIn, WorkerReport
-from support.controller_cluster import BLOCK_SIZE, Cluster, FakeWorker
+from support.controller_cluster import Cluster
+from support.controller_peers import BLOCK_SIZE, FakeWorker
 
 
 class Ledger:

@@ -8,10 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepinfer.workers.core.config import WorkerConfig
-from support.worker_world import World, make_request
+from support.worker_havoc import Havoc
+from support.worker_world import make_request
 
 
-def make_world(rng: Random) -> World:
+def make_world(rng: Random) -> Havoc:
     block_size = rng.choice([1, 2, 4])
     longest = rng.randint(6, 30)
     config = WorkerConfig(
@@ -35,7 +36,7 @@ def make_world(rng: Random) -> World:
         own = [rng.randrange(2, 40) for _ in range(rng.randint(0, 4))]
         prompt = [*shared[: rng.randint(1, longest)], *own][:longest]
         requests.append(make_request(f"r{i}", prompt, rng.randint(1, 40), f"g{i % 2}"))
-    return World(rng, config, requests)
+    return Havoc(rng, config, requests)
 
 
 @given(seed=st.integers(0, 2**32), events=st.integers(0, 400))

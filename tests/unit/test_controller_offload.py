@@ -8,7 +8,8 @@ from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.kvstore.core.ids import StoreId
 from deepinfer.kvstore.core.messages import Admit, Preempt, SwapIn, SwapOut
 from deepinfer.kvstore.core.states import State
-from support.controller_cluster import BLOCK_SIZE, Cluster, FakeGateway, FakeWorker
+from support.controller_cluster import Cluster
+from support.controller_peers import BLOCK_SIZE, FakeGateway, FakeWorker
 
 
 def cluster_of(

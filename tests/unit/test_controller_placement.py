@@ -8,7 +8,8 @@ from deepinfer.controller.core.config import ConfigError, ControllerConfig
 from deepinfer.controller.core.events import Members, Reply, Tick
 from deepinfer.kvstore.core.ids import GatewayId, WorkerId
 from deepinfer.kvstore.core.messages import Admit, Departure, SwapOut
-from support.controller_cluster import BLOCK_SIZE, Cluster, seq
+from support.controller_cluster import Cluster
+from support.controller_peers import BLOCK_SIZE, seq
 
 
 def cluster_of(*pools: int, config: ControllerConfig | None = None) -> Cluster:

@@ -40,7 +40,8 @@ from deepinfer.kvstore.core.messages import (
     TicketState,
 )
 from deepinfer.kvstore.core.states import State
-from support.controller_cluster import Cluster, FakeGateway, FakeWorker, seq
+from support.controller_cluster import Cluster
+from support.controller_peers import FakeGateway, FakeWorker, seq
 
 
 def cluster_of(*pools: int) -> tuple[Cluster, list[FakeWorker], FakeGateway]:

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.events import CallStore
 from deepinfer.kvstore.core.messages import Release, Reserve, SwapIn, SwapOut
-from support.controller_cluster import BLOCK_BYTES, Cluster, FakeGateway, FakeStore
+from support.controller_cluster import Cluster
+from support.controller_peers import BLOCK_BYTES, FakeGateway, FakeStore
 
 _C = TypeVar("_C", Reserve, Release)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.controller.core.victims import POLICIES, Candidate, choose, cost, lru, youngest
-from support.controller_cluster import seq
+from support.controller_peers import seq
 
 
 def candidate(
