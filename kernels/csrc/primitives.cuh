@@ -320,6 +320,16 @@ DEV __half saturate_half(float x) {
   return __float2half_rn(x > limit ? limit : (x < -limit ? -limit : x));
 }
 
+DEV u32 saturate_half2(float low, float high) {
+  return h2u(__halves2half2(saturate_half(low), saturate_half(high)));
+}
+
+// A pair times a pair of halves, saturating: where a norm's weight is applied.
+DEV u32 scaled_half2(float low, float high, u32 scale) {
+  const float2 wide = __half22float2(u2h(scale));
+  return saturate_half2(low * wide.x, high * wide.y);
+}
+
 // Sum and maximum over the warp; all lanes get the same bits.
 DEV float warp_sum(float x) {
 #pragma unroll

@@ -102,10 +102,18 @@ static inline float rsqrtf(float a) { return float(1.0 / sqrt(double(a))); }
 #define __sinf(x) sinf((x))
 #define __cosf(x) cosf((x))
 static inline float __saturatef(float a) { return a > 0 ? (a < 1 ? a : 1.f) : 0.f; }
-static inline int __float2int_rn(float a) { return int(lrintf(a)); }
-static inline int __float2int_rz(float a) { return int(a); }
-static inline int __float2int_rd(float a) { return int(floorf(a)); }
-static inline unsigned __float2uint_rn(float a) { return unsigned(llrintf(a)); }
+namespace simt {
+// NaN becomes 0, and what does not fit the nearest that does, as on the GPU.
+template <typename T> T integer(double a) {
+  if (a != a) return 0;
+  const double low = std::numeric_limits<T>::min(), high = std::numeric_limits<T>::max();
+  return T(a < low ? low : a > high ? high : a);
+}
+}
+static inline int __float2int_rn(float a) { return simt::integer<int>(rint(double(a))); }
+static inline int __float2int_rz(float a) { return simt::integer<int>(trunc(double(a))); }
+static inline int __float2int_rd(float a) { return simt::integer<int>(floor(double(a))); }
+static inline unsigned __float2uint_rn(float a) { return simt::integer<unsigned>(rint(double(a))); }
 static inline float __int2float_rn(int a) { return float(a); }
 static inline float __uint2float_rn(unsigned a) { return float(a); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
