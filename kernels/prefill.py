@@ -154,6 +154,7 @@ def paged_prefill(
         np.int64(kv.v_offset),
         np.int64(kv.scale_offset),
         np.int32(kv.block_size.bit_length() - 1),
+        np.int32(kv.kv_heads),
         np.int32(spans.group),
         spans.tiles,
         spans.spans,
@@ -176,7 +177,7 @@ def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
     shared += halves if v_codes else 2 * halves
     shared += codes * (k_codes + v_codes)
     shared += 8 * TILE_TOKENS if kv_format == KV_INT8 else 0
-    shared += 32
+    shared += 112
     return KernelSpec(
         "prefill_attention.cu",
         f"paged_prefill<{kv_format}, {head_dim}, {tile_rows // 64}>",

@@ -37,7 +37,18 @@ DEV u32 columns_on(u32 base, int k) {
   return D == 96 ? (base ^ ((k & 1) << 5)) + (k >> 1) * 64 : base ^ (k << 5);
 }
 
-// Four 8-code words to halves, multiplied by `scale` where SCALED.
+// The i-th 16-byte chunk that one of 128 threads copies or converts, in rows of PER_ROW chunks.
+template <int PER_ROW>
+DEV void chunk_of(u32 thread, int i, u32& row, u32& chunk) {
+  if constexpr (128 % PER_ROW == 0) {
+    // Said like this, the compiler sees that only constants tell one i from another.
+    row = thread / PER_ROW + i * (128 / PER_ROW), chunk = thread % PER_ROW;
+  } else {
+    row = (thread + i * 128) / PER_ROW, chunk = (thread + i * 128) % PER_ROW;
+  }
+}
+
+// Two words of four codes to halves, multiplied by `scale` where SCALED.
 template <int CODE, bool SCALED>
 DEV uint4 code_chunk(u32 first, u32 second, u32 scale) {
   uint4 r;
@@ -57,8 +68,9 @@ DEV void convert_tile(u32 thread, const u8* stage, u8* to, const __half* scales)
   constexpr int PER_ROW = D / 16;
 #pragma unroll
   for (int i = 0; i < TILE * PER_ROW / 128; i++) {
-    const u32 index = thread + i * 128, row = index / PER_ROW, chunk = index % PER_ROW;
-    const uint4 codes = *reinterpret_cast<const uint4*>(stage + index * 16);
+    u32 row, chunk;
+    chunk_of<PER_ROW>(thread, i, row, chunk);
+    const uint4 codes = *reinterpret_cast<const uint4*>(stage + (thread + i * 128) * 16);
     const u32 scale = SCALED ? half_bits(scales[row]) * 0x10001u : 0;
     *reinterpret_cast<uint4*>(to + swizzled<D>(row, 2 * chunk)) =
         code_chunk<CODE, SCALED>(codes.x, codes.y, scale);
@@ -86,10 +98,12 @@ struct Prefill {
   static constexpr int V = K + K_BUFFERS * HALVES;
   static constexpr int K_STAGE = V + V_BUFFERS * HALVES;
   static constexpr int V_STAGE = K_STAGE + (K_CODES ? TILE * D : 0);
-  static constexpr int SCALES = V_STAGE + (V_CODES ? TILE * D : 0);  // half [2 (K, V), TILE]
-  static constexpr int K_SCALE = SCALES + (Traits::SCALED ? 4 * TILE : 0);  // float [TILE]
-  static constexpr int IDS = K_SCALE + (Traits::SCALED ? 4 * TILE : 0);     // int [2, GROUPS]
-  static constexpr int BYTES = IDS + 4 * 2 * GROUPS;
+  // half [2 (buffers), 2 (K, V), TILE]: K's are read while the next tile's arrive.
+  static constexpr int SCALES = V_STAGE + (V_CODES ? TILE * D : 0);
+  static constexpr int IDS = SCALES + (Traits::SCALED ? 8 * TILE : 0);  // int [2, GROUPS]
+  static constexpr int JOB = IDS + 4 * 2 * GROUPS;                       // int4
+  static constexpr int WARP_JOBS = JOB + 16;                              // int4 [4]
+  static constexpr int BYTES = WARP_JOBS + 64;
 };
 
 // out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles
@@ -99,92 +113,97 @@ template <int KV, int D, int MT>
 __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
     paged_prefill(__half* __restrict__ out, const __half* __restrict__ q, i64 q_stride,
                   const u8* __restrict__ pool, i64 block_bytes, i64 k_offset, i64 v_offset,
-                  i64 scale_offset, i32 block_shift, i32 group, const int2* __restrict__ tiles,
+                  i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int2* __restrict__ tiles,
                   const int4* __restrict__ spans, const i32* __restrict__ tables,
                   i32 table_stride, float scale_log2) {
   using P = Prefill<KV, D, MT>;
   constexpr int CHUNKS = D / 8, KSTEPS = D / 16, WARP_ROWS = 16 * MT;
   extern __shared__ __align__(128) u8 smem[];
   i32* const ids = reinterpret_cast<i32*>(smem + P::IDS);
-  float* const k_scale = reinterpret_cast<float*>(smem + P::K_SCALE);
 
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-  const int kv_head = blockIdx.x, kv_heads = gridDim.x;
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const int kv_head = blockIdx.x;
   const int2 tile = tiles[blockIdx.y];
   const int4 span = spans[tile.x];
   const int row0 = tile.y, rows = span.y * group, start = span.z;
   const int last = min(row0 + P::ROWS, rows) - 1;
   const int kv_end = start + last / group + 1;  // tokens that any row of the tile attends
-  const int n_tiles = (kv_end + TILE - 1) / TILE;
-  const i32 table = span.w * table_stride;
   const int block_size = 1 << block_shift;
-  const int last_block = (kv_end - 1) >> block_shift;
 
-  // This warp's rows: positions of its first and last one; -1 if it has none.
-  const int warp_row = row0 + warp * WARP_ROWS;
-  const int first_position = start + warp_row / group;
-  const int last_position =
-      warp_row > last ? -1 : start + min(warp_row + WARP_ROWS - 1, last) / group;
 
-  u32 copier = tid;
-  auto block_of = [&](int j, int part) {
-    return tables + table + min((j * TILE + 16 * part) >> block_shift, last_block);
+  // What the matrix products don't need waits in shared memory, or it would be spilled. For the
+  // copies: where the block table begins, its last entry in use, kv_end, and a zero: what is
+  // derived from that the compiler cannot compute ahead of the loop. For each warp: positions of
+  // its first and last row (-1 if it has none), start, its first row.
+  if (tid == 0)
+    *reinterpret_cast<int4*>(smem + P::JOB) =
+        make_int4(span.w * table_stride, (kv_end - 1) >> block_shift, kv_end, 0);
+  int4* const warp_job = reinterpret_cast<int4*>(smem + P::WARP_JOBS) + warp;
+  if (lane == 0) {
+    const int first = row0 + warp * WARP_ROWS;
+    *warp_job = make_int4(
+        start + first / group,
+        first > last ? -1 : start + min(first + WARP_ROWS - 1, last) / group, start, first);
+  }
+  auto block_of = [&](const int4& job, int j, int part) {
+    return tables + job.x + min((j * TILE + 16 * part) >> block_shift, job.y);
   };
   // Copies rows of the pool to shared memory: TILE rows of `row_bytes`, swizzled for halves.
-  auto load_tile = [&](int j, auto element_bytes, u8* to, i64 offset) {
+  auto load_tile = [&](const int4& job, int j, auto element_bytes, u8* to, i64 offset) {
     constexpr bool CODES = decltype(element_bytes)::value == 1;
     constexpr int ROW = CODES ? D : 2 * D, PER_ROW = ROW / 16;
 #pragma unroll
     for (int i = 0; i < TILE * PER_ROW / 128; i++) {
-      const u32 index = copier + i * 128, row = index / PER_ROW, chunk = index % PER_ROW;
+      const u32 copier = (tid + job.w) & 127;
+      u32 row, chunk;
+      chunk_of<PER_ROW>(copier, i, row, chunk);
       const int token = j * TILE + row;
       const u8* from = pool + ids[(j & 1) * GROUPS + (row >> 4)] * block_bytes + offset +
                        static_cast<i64>(kv_head * block_size + (token & (block_size - 1))) * ROW +
                        chunk * 16;
-      cp_async16_zfill(to + (CODES ? index * 16 : swizzled<D>(row, chunk)), from,
-                       token < kv_end ? 16 : 0);
+      cp_async16_zfill(to + (CODES ? (copier + i * 128) * 16 : swizzled<D>(row, chunk)), from,
+                       token < job.z ? 16 : 0);
     }
   };
   // Tile j, and the block ids that tile j + 1 will need.
   auto load = [&](int j) {
     const int half = j & 1;
-    opaque(copier);
-    if (copier < GROUPS) cp_async4(ids + (half ^ 1) * GROUPS + copier, block_of(j + 1, copier));
-    load_tile(j, Bytes<P::Traits::K_BYTES>(),
+    const int4 job = *reinterpret_cast<const int4*>(smem + P::JOB);
+    const int copier = (tid + job.w) & 127;
+    if (copier < GROUPS) cp_async4(ids + (half ^ 1) * GROUPS + copier, block_of(job, j + 1, copier));
+    load_tile(job, j, Bytes<P::Traits::K_BYTES>(),
               smem + (P::K_CODES ? P::K_STAGE : P::K + half * P::HALVES), k_offset);
-    load_tile(j, Bytes<P::Traits::V_BYTES>(),
+    load_tile(job, j, Bytes<P::Traits::V_BYTES>(),
               smem + (P::V_CODES ? P::V_STAGE : P::V + half * P::HALVES), v_offset);
     if constexpr (P::Traits::SCALED) {
-      if (tid < 16) {
+      if (copier < 16) {
         // Eight scales a chunk: K of the tile's 64 tokens, then V.
-        const int which = tid >> 3, token = j * TILE + (tid & 7) * 8;
-        const u8* from = pool + ids[(j & 1) * GROUPS + ((tid & 7) >> 1)] * block_bytes +
+        const int which = copier >> 3, token = j * TILE + (copier & 7) * 8;
+        const u8* from = pool + ids[half * GROUPS + ((copier & 7) >> 1)] * block_bytes +
                          scale_offset +
                          2 * ((which * kv_heads + kv_head) * block_size +
                               (token & (block_size - 1)));
-        cp_async16_zfill(smem + P::SCALES + tid * 16, from, max(0, min(16, 2 * (kv_end - token))));
+        cp_async16_zfill(smem + P::SCALES + half * 4 * TILE + copier * 16, from,
+                         max(0, min(16, 2 * (job.z - token))));
       }
     }
   };
 
-  if (tid < GROUPS) ids[tid] = *block_of(0, tid);
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < P::ROWS * CHUNKS / 128; i++) {
-    const int index = tid + i * 128, row = index / CHUNKS, chunk = index % CHUNKS;
-    const int packed = min(row0 + row, last);
+    u32 row, chunk;
+    chunk_of<CHUNKS>(tid, i, row, chunk);
+    const int packed = min(row0 + static_cast<int>(row), last);
     const __half* from = q + (span.x + packed / group) * q_stride +
                          (kv_head * group + packed % group) * D + chunk * 8;
     cp_async16(smem + P::Q + swizzled<D>(row, chunk), from);
   }
   __syncthreads();
+  if (tid < GROUPS)
+    ids[tid] = *block_of(*reinterpret_cast<const int4*>(smem + P::JOB), 0, tid);
+  __syncthreads();
   load(0);
   cp_async_commit();
-
-  // What ldmatrix reads: rows of Q and of K with the two halves of a k-step as its columns, rows
-  // of V (tokens) transposed.
-  u32 q_base = P::Q + swizzled<D>(warp * WARP_ROWS + (lane & 15), lane >> 4);
-  const u32 k_lane = swizzled<D>((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-  const u32 v_lane = swizzled<D>(lane & 15, lane >> 4);
 
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
 #pragma unroll
@@ -196,28 +215,34 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
   }
   constexpr int K_CODE = P::Traits::K_CODE, V_CODE = P::Traits::V_CODE;
 
-  for (int j = 0; j < n_tiles; j++) {
+  for (int j = 0; j * TILE < reinterpret_cast<const int4*>(smem + P::JOB)->z; j++) {
     cp_async_wait<0>();
     __syncthreads();  // tile j has landed, and nobody reads the buffers of tile j - 1 any more
+    const int4 job = *reinterpret_cast<const int4*>(smem + P::JOB);
     if constexpr (P::V_CODES) {
-      opaque(copier);
+      const u32 copier = (tid + job.w) & 127;
       // Codes to halves; afterwards the staging is free for the next tile.
-      const __half* scales = reinterpret_cast<const __half*>(smem + P::SCALES);
       if constexpr (P::K_CODES)
         convert_tile<K_CODE, D, false>(copier, smem + P::K_STAGE, smem + P::K, nullptr);
-      convert_tile<V_CODE, D, P::Traits::SCALED>(copier, smem + P::V_STAGE,
-                                                            smem + P::V, scales + TILE);
-      if constexpr (P::Traits::SCALED) {
-        if (tid < TILE) k_scale[tid] = __half2float(scales[tid]);
-      }
+      const u8* const scales = smem + P::SCALES + (j & 1) * 4 * TILE;
+      convert_tile<V_CODE, D, P::Traits::SCALED>(
+          copier, smem + P::V_STAGE, smem + P::V,
+          reinterpret_cast<const __half*>(scales) + TILE);
       __syncthreads();
     }
-    if (j + 1 < n_tiles) load(j + 1);
+    if ((j + 1) * TILE < job.z) load(j + 1);
     cp_async_commit();
 
-    if (j * TILE <= last_position) {
-      u32 k_base = P::K + (P::K_CODES ? 0 : (j & 1) * P::HALVES) + k_lane;
-      u32 v_base = P::V + (P::V_CODES ? 0 : (j & 1) * P::HALVES) + v_lane;
+    const int4 mine = *warp_job;
+    if (j * TILE <= mine.y) {
+      // What ldmatrix reads: rows of Q and of K with the two halves of a k-step as its columns,
+      // rows of V (tokens) transposed.
+      const u32 here = (tid + job.w) & 127, line = here & 31, t = line & 3;
+      u32 v_base = swizzled<D>(line & 15, line >> 4);
+      u32 q_base = P::Q + (here >> 5) * (WARP_ROWS * 2 * D) + v_base;
+      u32 k_base = P::K + (P::K_CODES ? 0 : (j & 1) * P::HALVES) +
+                   swizzled<D>((line & 7) + ((line >> 4) << 3), (line >> 3) & 1);
+      v_base += P::V + (P::V_CODES ? 0 : (j & 1) * P::HALVES);
       // Without these the compiler keeps every column's offset in a register of its own, and spills.
       opaque(q_base);
       opaque(k_base);
@@ -246,9 +271,11 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
         }
       }
       if constexpr (P::Traits::SCALED) {
+        const u8* const scales = smem + P::SCALES + (j & 1) * 4 * TILE;
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++) {
-          const float2 scale = *reinterpret_cast<const float2*>(k_scale + 8 * n + 2 * t);
+          const float2 scale =
+              __half22float2(*reinterpret_cast<const __half2*>(scales + 16 * n + 4 * t));
 #pragma unroll
           for (int m = 0; m < MT; m++) {
             s[m][n][0] *= scale.x, s[m][n][1] *= scale.y;
@@ -256,13 +283,14 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
           }
         }
       }
-      if (j * TILE + TILE - 1 > first_position) {
+      if (j * TILE + TILE - 1 > mine.x) {
 #pragma unroll
         for (int m = 0; m < MT; m++) {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const int limit =
-                start + (warp_row + 16 * m + 8 * h + g) / group - j * TILE - 2 * t;
+                mine.z + (mine.w + 16 * m + 8 * h + static_cast<int>(line >> 2)) / group -
+                j * TILE - 2 * static_cast<int>(t);
 #pragma unroll
             for (int n = 0; n < TILE / 8; n++) {
               if (8 * n > limit) s[m][n][2 * h] = -infinity();
@@ -342,7 +370,10 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
     }
   }
 
-  if (last_position < 0) return;
+  if (warp_job->y < 0) return;
+  // Derived again rather than kept in registers all along.
+  const int zero = reinterpret_cast<const int4*>(smem + P::JOB)->w, heads = kv_heads * group;
+  const u32 thread = (tid + zero) & 127, line = thread & 31, warp_row = (thread >> 5) * WARP_ROWS;
   // Each warp's rows of Q are its own: they become the staging of its rows of the result.
 #pragma unroll
   for (int m = 0; m < MT; m++) {
@@ -352,28 +383,25 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
       x += __shfl_xor_sync(FULL_WARP, x, 1);
       x += __shfl_xor_sync(FULL_WARP, x, 2);
       const float inverse = code_gain<V_CODE>() / x;
-      const u32 row = warp * WARP_ROWS + 16 * m + 8 * h + g;
+      const u32 row = warp_row + 16 * m + 8 * h + (line >> 2);
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
-        *reinterpret_cast<u32*>(smem + P::Q + swizzled<D>(row, n) + 4 * t) =
+        *reinterpret_cast<u32*>(smem + P::Q + swizzled<D>(row, n) + 4 * (line & 3)) =
             pack_half2(o[m][n][2 * h] * inverse, o[m][n][2 * h + 1] * inverse);
     }
   }
   __syncwarp();
-  // Read again rather than kept in registers all along.
-  u32 again = blockIdx.y;
-  opaque(again);
-  const int2 tile_again = tiles[again];
+  const int2 tile_again = tiles[blockIdx.y + zero];
   const int4 span_again = spans[tile_again.x];
-  const int end = span_again.y * group, heads = kv_heads * group;
-#pragma unroll
+  const int divisor = group + zero, end = span_again.y * divisor;
+#pragma unroll 4
   for (int i = 0; i < WARP_ROWS * CHUNKS / 32; i++) {
-    const u32 index = lane + i * 32, row = warp * WARP_ROWS + index / CHUNKS,
+    const u32 index = line + i * 32, row = warp_row + index / CHUNKS,
               chunk = index % CHUNKS;
     const int packed = tile_again.y + row;
     if (packed >= end) break;
-    const i64 head = static_cast<i64>(span_again.x + packed / group) * heads + kv_head * group +
-                     packed % group;
+    const i64 head = static_cast<i64>(span_again.x + packed / divisor) * heads + kv_head * group +
+                     packed % divisor;
     *reinterpret_cast<uint4*>(out + head * D + chunk * 8) =
         *reinterpret_cast<const uint4*>(smem + P::Q + swizzled<D>(row, chunk));
   }
