@@ -34,7 +34,7 @@ struct F16 {
 };
 
 template <int NT, int MT, int WARPS, int DEPTH, int AHEAD>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, 1)
 linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N, i32 K,
            i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
            const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
@@ -45,7 +45,7 @@ linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 
 }
 
 template <int NT, int MT, int WARPS, int DEPTH>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, 1)
 linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N, i32 K,
            i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
            const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,

@@ -55,7 +55,7 @@ struct W4 {
 };
 
 template <int GROUP, int NT, int MT, int WARPS, int DEPTH, int AHEAD>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, 1)
 linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
           const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M, i32 N,
           i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
@@ -67,7 +67,7 @@ linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
 }
 
 template <int GROUP, int NT, int MT, int WARPS, int DEPTH>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, 1)
 linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
           const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M, i32 N,
           i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,

@@ -15,8 +15,9 @@ from kernels.simt.build import COMPILER, emulator
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 EPS = 1e-6
-F16_PLANS = (Plan(1, 1, 4, 2, 0), Plan(2, 2, 2, 2, 1), TiledPlan(2, 1, 2, 2, 3))
-W4_PLANS = F16_PLANS
+DIRECT = Plan(1, 1, 4, 2, 0)
+AHEAD = Plan(2, 2, 2, 2, 1)
+TILED = TiledPlan(2, 1, 2, 2, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -88,23 +89,62 @@ def check_all(weight: Weight, m: int, plan: Plan | TiledPlan) -> None:
     assert not workspace.tickets.any()
 
 
-@pytest.mark.parametrize("plan", F16_PLANS)
-@pytest.mark.parametrize(("n", "k", "m"), [(48, 576, 1), (40, 96, 11), (16, 32, 16)])
-def test_f16_linears_equal_the_reference(plan: Plan | TiledPlan, n: int, k: int, m: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "k", "m", "plan"),
+    [
+        (48, 576, 1, DIRECT),
+        (40, 96, 11, AHEAD),  # N and K end inside a tile, X inside a block of 16
+        (16, 32, 16, DIRECT),
+        (72, 160, 19, TILED),
+        (48, 64, 16, TILED),  # more splits than steps: some add nothing
+    ],
+)
+def test_f16_linears_equal_the_reference(n: int, k: int, m: int, plan: Plan | TiledPlan) -> None:
     check_all(f16_weight(n, k), m, plan)
 
 
-@pytest.mark.parametrize("plan", W4_PLANS)
 @pytest.mark.parametrize(
-    ("n", "k", "group", "zeros", "m"),
+    ("n", "k", "group", "zeros", "m", "plan"),
     [
-        (48, 1152, 128, True, 3),
-        (40, 576, 64, False, 9),
-        (32, 96, 32, True, 17),
-        (16, 512, 256, 0, 1),
+        (48, 1152, 128, True, 3, DIRECT),
+        (16, 512, 256, False, 1, DIRECT),
+        (40, 576, 64, False, 9, AHEAD),
+        (32, 96, 32, True, 17, DIRECT),
+        (48, 640, 128, True, 21, TILED),
+        (40, 96, 32, False, 5, TILED),
     ],
 )
 def test_w4_linears_equal_the_reference(
-    plan: Plan | TiledPlan, n: int, k: int, group: int, zeros: bool, m: int
+    n: int, k: int, group: int, zeros: bool, m: int, plan: Plan | TiledPlan
 ) -> None:
-    check_all(w4_weight(n, k, group, zeros=bool(zeros)), m, plan)
+    check_all(w4_weight(n, k, group, zeros=zeros), m, plan)
+
+
+def test_results_saturate_and_bias_is_optional() -> None:
+    x = torch.full((2, 32), 8.0).half()
+    weight = F16Weight(torch.full((16, 32), 300.0).half())
+    out = torch.empty(2, 16, dtype=torch.float16)
+    linear.linear_norm(out, x, weight, plan=DIRECT)
+    assert out.eq(65504).all()
+    residual, gamma = torch.zeros(2, 16), torch.full((16,), -2.0).half()
+    linear.linear_residual(out, residual, torch.empty(2, 1), x, weight, gamma, plan=DIRECT)
+    assert residual.eq(76800).all()
+    assert out.eq(-65504).all()
+
+
+def test_a_row_gets_the_same_bits_in_every_batch_up_to_16() -> None:
+    weight = w4_weight(32, 1152, 128, zeros=True)
+    x = normal(16, 1152, seed=9).half()
+    whole = torch.empty(16, 32)
+    linear.linear_logits(whole, x, weight, plan=Plan(2, 1, 4, 2, 0))
+    for first, m in ((0, 1), (5, 8)):
+        part = torch.empty(m, 32)
+        linear.linear_logits(part, x[first : first + m].contiguous(), weight, plan=DIRECT)
+        assert torch.equal(part, whole[first : first + m])
+
+
+def test_expand_rounds_each_weight_once() -> None:
+    weight = w4_weight(24, 96, 32, zeros=True, bias=False)
+    out = torch.full((17, 96), torch.nan, dtype=torch.float16)
+    linear.expand_w4(out, weight, 3)
+    assert torch.equal(out, reference_linear.dense(weight)[3:20].half())
