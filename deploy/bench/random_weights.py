@@ -70,9 +70,12 @@ class RandomWeights:
             return (0.2 * drawn).half()
         return drawn.mul_(shape[-1] ** -0.5).half()
 
-    def raw(self, name: str) -> memoryview:
+    def read_quantized(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is packed."""
+
+    def stored(self, name: str) -> tuple[memoryview, ...]:
         """The bytes of one tensor."""
-        return self.read(name).cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        return (self.read(name).cpu().contiguous().flatten().view(torch.uint8).numpy().data,)
 
     def rows(self, name: str) -> RowLookup:
         """Rows of one matrix by their number, as float32."""

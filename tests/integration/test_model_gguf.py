@@ -227,7 +227,7 @@ def test_progress_counts_the_bytes_that_a_decoder_reads(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     Decoder(model, CpuBackend(threads=1))
     torch.set_num_threads(before)
-    total = sum(model.weights.raw(name).nbytes for name in expected_shapes(model.config))
+    total = sum(model.weights.stored(name)[0].nbytes for name in expected_shapes(model.config))
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == ((0, total), (total, total))
 

@@ -35,9 +35,12 @@ class MemoryWeights:
             raise CheckpointError(f"tensor {name} is missing")
         return self.tensors[name]
 
-    def raw(self, name: str) -> memoryview:
+    def read_quantized(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is packed."""
+
+    def stored(self, name: str) -> tuple[memoryview, ...]:
         """The bytes of one tensor."""
-        return self.read(name).contiguous().flatten().view(torch.uint8).numpy().data
+        return (self.read(name).contiguous().flatten().view(torch.uint8).numpy().data,)
 
     def rows(self, name: str) -> RowLookup:
         """Rows of one matrix by their number, as float32."""

@@ -104,19 +104,22 @@ class GgufWeights:
 
     def _stored(self, name: str) -> tuple[GgufTensor, Tensor | npt.NDArray[np.uint8]]:
         """A tensor as a view of the file: of its floats, or of its blocks, ``[rows, bytes]``."""
-        raw = self.raw(name)
+        (raw,) = self.stored(name)
         tensor = self._file.tensors[self._names[name]]
         if (dtype := _PLAIN.get(tensor.kind)) is not None:
             return tensor, torch.frombuffer(raw, dtype=dtype).view(tensor.shape)
         rows = np.frombuffer(raw, dtype=np.uint8)
         return tensor, rows.reshape(math.prod(tensor.shape[:-1]), -1)
 
-    def raw(self, name: str) -> memoryview:
+    def read_quantized(self, name: str, device: torch.device | None = None) -> None:
+        """None: what GGUF packs is read as float32."""
+
+    def stored(self, name: str) -> tuple[memoryview, ...]:
         """The stored bytes of one tensor."""
         stored = self._names.get(name)
         if stored is None:
             raise CheckpointError(f"tensor {name} is missing")
-        return self._file.bytes_of(self._file.tensors[stored])
+        return (self._file.bytes_of(self._file.tensors[stored]),)
 
     def release(self) -> None:
         """Unload the pages that were read."""

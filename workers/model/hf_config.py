@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,6 +12,8 @@ from deepinfer.workers.model.config import (
     ModelConfig,
     UnsupportedModelError,
 )
+from deepinfer.workers.model.fields import Fields, shown
+from deepinfer.workers.model.quantization import quantization_from_hf
 from deepinfer.workers.model.rope import llama3_divisors, longrope_magnitude
 
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -40,24 +41,21 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
     A context that only a sliding window or LongRoPE's second set of factors could serve is cut
     off (``max_positions`` with ``positions_limit``). Raises UnsupportedModelError, naming the
-    field, for an unknown architecture (listing the known ones), mixture of experts, quantised
-    weights, an activation other than SiLU, RoPE scalings other than linear, llama3 and longrope,
-    partial rotary embeddings outside Phi-3, and fields that are missing or malformed.
+    field, for an unknown architecture (listing the known ones), mixture of experts, weights that
+    are quantised in a way that ``quantization`` does not read, an activation other than SiLU, RoPE
+    scalings other than linear, llama3 and longrope, partial rotary embeddings outside Phi-3, and
+    fields that are missing or malformed.
     """
-    fields = _Fields(values)
+    fields = Fields(values)
     for name in _EXPERTS:
         if values.get(name):
             raise UnsupportedModelError(
-                f"mixture of experts ({name} = {_shown(values[name])}) is not supported"
+                f"mixture of experts ({name} = {shown(values[name])}) is not supported"
             )
     family = _family(values)
-    if quantised := values.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise UnsupportedModelError(
-            f"quantization_config {_shown(method)} is not supported: only F32, F16 and BF16 weights"
-        )
+    quantization_from_hf(values)  # refuses here, before any tensor, what cannot be read
     if (activation := values.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModelError(f"hidden_act {_shown(activation)} is not supported: only silu")
+        raise UnsupportedModelError(f"hidden_act {shown(activation)} is not supported: only silu")
     heads = fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
     layers = fields.integer("num_hidden_layers")
@@ -92,70 +90,6 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-class _Fields:
-    """Fields of a JSON object, with type checks that name them."""
-
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
-        self.values = values
-        self._where = where
-
-    def integer(self, name: str) -> int:
-        value = self._present(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UnsupportedModelError(
-                f"{self._where}{name} must be a whole number, got {_shown(value)}"
-            )
-        return value
-
-    def optional_integer(self, name: str) -> int | None:
-        return None if self.values.get(name) is None else self.integer(name)
-
-    def number(self, name: str) -> float:
-        value = self._present(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            try:
-                if math.isfinite(number := float(value)):
-                    return number
-            except OverflowError:
-                pass  # an integer beyond every float is as wrong as infinity
-        raise UnsupportedModelError(
-            f"{self._where}{name} must be a finite number, got {_shown(value)}"
-        )
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self.values.get(name) is None else self.number(name)
-
-    def positive(self, name: str) -> float:
-        if (value := self.number(name)) <= 0:
-            raise UnsupportedModelError(
-                f"{self._where}{name} must be a positive number, got {_shown(value)}"
-            )
-        return value
-
-    def positives(self, name: str, count: int) -> tuple[float, ...]:
-        value = self._present(name)
-        if not isinstance(value, list) or len(value) != count:
-            got = f"{len(value)} values" if isinstance(value, list) else _shown(value)
-            raise UnsupportedModelError(
-                f"{self._where}{name} must be a list of {count} numbers, got {got}"
-            )
-        items = _Fields({f"{name}[{at}]": item for at, item in enumerate(value)}, self._where)
-        return tuple(items.positive(item) for item in items.values)
-
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise UnsupportedModelError(
-                f"{self._where}{name} must be true or false, got {_shown(value)}"
-            )
-        return bool(value)
-
-    def _present(self, name: str) -> Any:
-        if name not in self.values:
-            raise UnsupportedModelError(f"{self._where}{name} is missing")
-        return self.values[name]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rope:
     theta: float
@@ -170,16 +104,16 @@ def _family(values: Mapping[str, Any]) -> str:
     names = values.get("architectures")
     known = ", ".join(SUPPORTED_ARCHITECTURES)
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise UnsupportedModelError(f"architectures must name one of {known}; got {_shown(names)}")
+        raise UnsupportedModelError(f"architectures must name one of {known}; got {shown(names)}")
     family = SUPPORTED_ARCHITECTURES.get(names[0])
     if family is None:
         raise UnsupportedModelError(
-            f"architecture {_shown(names[0])} is not supported; known: {known}"
+            f"architecture {shown(names[0])} is not supported; known: {known}"
         )
     return family
 
 
-def _head_dim(fields: _Fields, family: str, hidden: int, heads: int) -> int:
+def _head_dim(fields: Fields, family: str, hidden: int, heads: int) -> int:
     # Qwen3's heads do not follow from the hidden size.
     if family == "qwen3" or fields.values.get("head_dim") is not None:
         return fields.integer("head_dim")
@@ -191,7 +125,7 @@ def _head_dim(fields: _Fields, family: str, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _kv_heads(fields: _Fields, family: str, heads: int) -> int:
+def _kv_heads(fields: Fields, family: str, heads: int) -> int:
     # Left out it means "as many as heads" here, and a number of its own in the other families.
     if family in ("llama", "phi3") and "num_key_value_heads" not in fields.values:
         return heads
@@ -200,7 +134,7 @@ def _kv_heads(fields: _Fields, family: str, heads: int) -> int:
     return fields.integer("num_key_value_heads")
 
 
-def _rope(fields: _Fields, family: str, head_dim: int, positions: int) -> _Rope:
+def _rope(fields: Fields, family: str, head_dim: int, positions: int) -> _Rope:
     """Read RoPE in its old spelling (top level and ``rope_scaling``) or new (one object)."""
     old = {
         name: fields.values[name]
@@ -213,12 +147,12 @@ def _rope(fields: _Fields, family: str, head_dim: int, positions: int) -> _Rope:
         if nested is None:
             continue
         if not isinstance(nested, Mapping):
-            raise UnsupportedModelError(f"{name} must be an object, got {_shown(nested)}")
+            raise UnsupportedModelError(f"{name} must be an object, got {shown(nested)}")
         if layered := [key for key, value in nested.items() if isinstance(value, Mapping)]:
             raise UnsupportedModelError(f"{name} by layer type ({layered[0]}) is not supported")
         old |= nested
         spelling = name
-    rope = _Fields({"rope_theta": 10_000.0, **old}, f"{spelling}: ")
+    rope = Fields({"rope_theta": 10_000.0, **old}, f"{spelling}: ")
     theta = rope.positive("rope_theta")
     rotary_dim = _rotary_dim(rope, family, head_dim)
     turned = head_dim if rotary_dim is None else rotary_dim
@@ -264,11 +198,11 @@ def _rope(fields: _Fields, family: str, head_dim: int, positions: int) -> _Rope:
             )
         case _:
             raise UnsupportedModelError(
-                f"RoPE scaling {_shown(kind)} is not supported; known: linear, llama3, longrope"
+                f"RoPE scaling {shown(kind)} is not supported; known: linear, llama3, longrope"
             )
 
 
-def _rotary_dim(rope: _Fields, family: str, head_dim: int) -> int | None:
+def _rotary_dim(rope: Fields, family: str, head_dim: int) -> int | None:
     factor = rope.optional_number("partial_rotary_factor")
     if factor is None or factor == 1.0:
         return None
@@ -282,7 +216,7 @@ def _rotary_dim(rope: _Fields, family: str, head_dim: int) -> int | None:
 
 
 def _llama3(
-    rope: _Fields, theta: float, rotary_dim: int, original_positions: int
+    rope: Fields, theta: float, rotary_dim: int, original_positions: int
 ) -> tuple[float, ...]:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     if high <= low:
@@ -302,7 +236,7 @@ def _llama3(
         raise UnsupportedModelError(f"RoPE scaling 'llama3' is out of range: {error}") from error
 
 
-def _window(fields: _Fields, family: str, layers: int) -> int | None:
+def _window(fields: Fields, family: str, layers: int) -> int | None:
     """The shortest attention window that any layer has; None: every layer sees everything."""
     kinds = fields.values.get("layer_types")
     if kinds is not None:
@@ -311,8 +245,7 @@ def _window(fields: _Fields, family: str, layers: int) -> int | None:
         for kind in kinds:
             if kind not in _LAYER_TYPES:
                 raise UnsupportedModelError(
-                    f"layer_types: {_shown(kind)} is not supported; "
-                    f"known: {', '.join(_LAYER_TYPES)}"
+                    f"layer_types: {shown(kind)} is not supported; known: {', '.join(_LAYER_TYPES)}"
                 )
     if family == "llama":
         return None  # its attention knows no window, whatever the config says
@@ -344,9 +277,3 @@ def _limit(
     if rope_positions is not None and rope_positions < positions:
         limits.append((rope_positions, f"longrope's original context is {rope_positions}"))
     return min(limits, default=None)
-
-
-def _shown(value: object) -> str:
-    """``value`` for a message, however long it is."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

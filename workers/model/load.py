@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.folder import load_folder
 from deepinfer.workers.model.gguf_loader import load_gguf
-from deepinfer.workers.model.safetensors_loader import load_folder
 from deepinfer.workers.model.weights import (
     CheckpointError,
     LoadedModel,

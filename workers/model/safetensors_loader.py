@@ -1,4 +1,4 @@
-"""Hugging Face folders: ``config.json`` beside ``*.safetensors``, one file or an indexed set."""
+"""safetensors files: headers that are checked, tensors that are views of the mapped file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
-from deepinfer.workers.model.hf_config import config_json
 from deepinfer.workers.model.weights import CheckpointError, RowLookup, row_lookup
 
 HEADER_BYTES_MAX: Final = 100_000_000
 """The format's own cap on a header."""
 
-CONFIG_BYTES_MAX: Final = 1_000_000
-INDEX_BYTES_MAX: Final = 50_000_000
-
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PACKED_DTYPES: Final = {**_DTYPES, "I32": torch.int32, "I64": torch.int64}
 _LENGTH_BYTES: Final = 8
 
 
@@ -42,13 +38,16 @@ class TensorEntry:
 class SafetensorsFile:
     """One mapped file with a checked header: little-endian length, JSON, then the tensors.
 
+    Tensors are floats; those of quantised weights (``packed``) may be integers too.
+
     Raises CheckpointError for a truncated file, an oversized or malformed header, an unknown
     dtype, a byte range that does not fit the shape or the file, and ranges that overlap or leave
     bytes out.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, packed: bool = False) -> None:
         self.path = path
+        self._dtypes = _PACKED_DTYPES if packed else _DTYPES
         size = path.stat().st_size
         if size < _LENGTH_BYTES:
             raise CheckpointError(f"{path.name}: {size} bytes are too few for a safetensors file")
@@ -64,7 +63,7 @@ class SafetensorsFile:
                     f"{path.name}: truncated: header claims {header_bytes} bytes, the file has "
                     f"{size}"
                 )
-            header = _parse_object(file.read(header_bytes), f"{path.name}: header")
+            header = parse_object(file.read(header_bytes), f"{path.name}: header")
             # A private mapping: torch wants writable memory, and nothing ever writes to it.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         data = _LENGTH_BYTES + header_bytes
@@ -97,10 +96,11 @@ class SafetensorsFile:
         where = f"{self.path.name}: tensor {name}"
         if not isinstance(entry, dict):
             raise CheckpointError(f"{where}: entry is not an object")
-        dtype = _DTYPES.get(str(entry.get("dtype")))
+        dtype = self._dtypes.get(str(entry.get("dtype")))
         if dtype is None:
             raise CheckpointError(
-                f"{where}: dtype {entry.get('dtype')!r} is not supported, only {', '.join(_DTYPES)}"
+                f"{where}: dtype {entry.get('dtype')!r} is not supported, only "
+                f"{', '.join(self._dtypes)}"
             )
         shape = _naturals(entry.get("shape"))
         offsets = _naturals(entry.get("data_offsets"))
@@ -138,12 +138,19 @@ class SafetensorsWeights:
     def read(self, name: str) -> Tensor:
         """One tensor, a view of the mapped file in its stored dtype."""
         entry = self._entry(name)
-        return torch.frombuffer(self.raw(name), dtype=entry.dtype).view(entry.shape)
+        return torch.frombuffer(entry.file.bytes_of(entry), dtype=entry.dtype).view(entry.shape)
 
-    def raw(self, name: str) -> memoryview:
+    def read_quantized(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is packed here."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a tensor is stored as."""
+        return self._entry(name).dtype
+
+    def stored(self, name: str) -> tuple[memoryview, ...]:
         """The stored bytes of one tensor."""
         entry = self._entry(name)
-        return entry.file.bytes_of(entry)
+        return (entry.file.bytes_of(entry),)
 
     def rows(self, name: str) -> RowLookup:
         """Rows of one matrix by their number, as float32."""
@@ -161,55 +168,8 @@ class SafetensorsWeights:
         return entry
 
 
-def load_folder(folder: Path) -> tuple[ModelConfig, SafetensorsWeights]:
-    """Open a Hugging Face folder.
-
-    Raises CheckpointError or UnsupportedModelError, naming the file at fault.
-    """
-    text = _read_text(folder / "config.json", CONFIG_BYTES_MAX)
-    try:
-        config = config_json(text)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"config.json: {error}") from error
-    return config, SafetensorsWeights([SafetensorsFile(path) for path in _weight_files(folder)])
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        pickled = sorted(folder.glob("pytorch_model*.bin"))
-        hint = f" ({pickled[0].name} is not read: it is pickled; convert it)" if pickled else ""
-        raise CheckpointError(
-            f"{folder.name} holds neither model.safetensors nor model.safetensors.index.json{hint}"
-        )
-    weight_map = _parse_object(_read_text(index, INDEX_BYTES_MAX), index.name).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index.name}: weight_map must be an object naming files")
-    names = list(dict.fromkeys(weight_map.values()))
-    for name in names:
-        # A file name, not a path: an index must not reach outside its folder.
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index.name}: {name!r} is not a file name")
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{index.name} names {name}, which is missing")
-    return [folder / name for name in names]
-
-
-def _read_text(path: Path, limit: int) -> str:
-    if not path.is_file():
-        raise CheckpointError(f"{path.name} is missing in {path.parent.name}")
-    if path.stat().st_size > limit:
-        raise CheckpointError(f"{path.name} is larger than {limit} bytes")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path.name} is not UTF-8: {error}") from error
-
-
-def _parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """A JSON object; raises CheckpointError for anything else, and for keys that appear twice."""
     try:
         parsed = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

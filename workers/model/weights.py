@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.quantized import QuantizedTensor
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in total) before the first tensor is read and after each."""
@@ -34,8 +35,8 @@ class CheckpointError(ValueError):
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names.
 
-    Quantised tensors come out as float32, others in the dtype they are stored in. Every ``read``
-    returns a fresh tensor or a view of a private mapping: keep it as long as you need it.
+    ``read`` returns quantised tensors as float32, others in the dtype they are stored in; always a
+    fresh tensor or a view of a private mapping: keep it as long as you need it.
     """
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -46,8 +47,14 @@ class WeightSource(Protocol):
         """One tensor. Raises CheckpointError when it is not there."""
         ...
 
-    def raw(self, name: str) -> memoryview:
-        """The stored bytes of one tensor (what identifies it)."""
+    def read_quantized(
+        self, name: str, device: torch.device | None = None
+    ) -> QuantizedTensor | None:
+        """One 4-bit weight as it is packed, on ``device`` (None: the CPU); None for all others."""
+        ...
+
+    def stored(self, name: str) -> tuple[memoryview, ...]:
+        """The stored bytes of one tensor, of all its parts (what identifies it)."""
         ...
 
     def rows(self, name: str) -> RowLookup:
@@ -68,7 +75,7 @@ class CountedWeights:
     def __init__(self, source: WeightSource, wanted: Iterable[str], progress: Progress) -> None:
         self._source = source
         self._progress = progress
-        self._left = {name: source.raw(name).nbytes for name in wanted}
+        self._left = {name: _stored_bytes(source, name) for name in wanted}
         self._bytes_total = sum(self._left.values())
         self._bytes_read = 0
         progress(0, self._bytes_total)
@@ -83,9 +90,18 @@ class CountedWeights:
         self._count(name)
         return tensor
 
-    def raw(self, name: str) -> memoryview:
+    def read_quantized(
+        self, name: str, device: torch.device | None = None
+    ) -> QuantizedTensor | None:
+        """One 4-bit weight; it counts the first time, and only if it is one."""
+        weight = self._source.read_quantized(name, device)
+        if weight is not None:
+            self._count(name)
+        return weight
+
+    def stored(self, name: str) -> tuple[memoryview, ...]:
         """The stored bytes of one tensor."""
-        return self._source.raw(name)
+        return self._source.stored(name)
 
     def rows(self, name: str) -> RowLookup:
         """Rows of one matrix, which counts as read."""
@@ -157,17 +173,21 @@ def open_model(
 def fingerprint(config: ModelConfig, weights: WeightSource) -> str:
     """SHA-256 (first 32 hex digits) of config, tensor names and shapes, and sampled bytes.
 
-    From every tensor ``_SAMPLES`` evenly spaced runs of ``_SAMPLE_BYTES`` are hashed, so a
-    fine-tune of the same shape differs without reading gigabytes.
+    From every stored part of a tensor ``_SAMPLES`` evenly spaced runs of ``_SAMPLE_BYTES`` are
+    hashed, so a fine-tune of the same shape differs without reading gigabytes.
     """
     digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
     for name in expected_shapes(config):
-        raw = weights.raw(name)
-        digest.update(f"{name}:{weights.shapes()[name]}:{raw.nbytes}".encode())
-        step = max(1, raw.nbytes // _SAMPLES)
-        for start in range(0, raw.nbytes, step):
-            digest.update(raw[start : start + _SAMPLE_BYTES])
+        for part in weights.stored(name):
+            digest.update(f"{name}:{weights.shapes()[name]}:{part.nbytes}".encode())
+            step = max(1, part.nbytes // _SAMPLES)
+            for start in range(0, part.nbytes, step):
+                digest.update(part[start : start + _SAMPLE_BYTES])
     return digest.hexdigest()[:32]
+
+
+def _stored_bytes(weights: WeightSource, name: str) -> int:
+    return sum(part.nbytes for part in weights.stored(name))
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
