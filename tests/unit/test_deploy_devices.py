@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from deepinfer.deploy.devices import local_device, ray_device, share_cards
 from deepinfer.deploy.errors import LaunchError
 from deepinfer.deploy.nodes import Node, Nodes, choose_nodes
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
-from deepinfer.workers.gpu import card
 from deepinfer.workers.gpu.card import GpuUnavailableError, find_card
 
 
@@ -34,8 +34,8 @@ def cards(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties(major))
-    found = card.importlib.util.find_spec("torch") if cupy else None
-    monkeypatch.setattr(card.importlib.util, "find_spec", lambda _: found)
+    found = importlib.util.find_spec("torch") if cupy else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
 
 
 def told(config: ClusterConfig) -> tuple[tuple[str, int], list[str]]:
@@ -71,7 +71,7 @@ def test_cuda_says_what_to_install_or_use(
 ) -> None:
     cards(monkeypatch, count=count, major=major, cupy=cupy)
     with pytest.raises(LaunchError) as caught:
-        local_device(ClusterConfig(device="cuda"), [].append)
+        told(ClusterConfig(device="cuda"))
     assert [n for n in needles if n not in str(caught.value)] == []
 
 

@@ -1,0 +1,51 @@
+"""The CUDA runner on CPU tensors: its kernels emulated, no graphs, a tiny random model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.deploy.bench.random_weights import random_model
+from deepinfer.kernels.attention import DecodeWorkspace
+from deepinfer.kvstore.core.layout import resolve_kv_dtype
+from deepinfer.workers.gpu import decoder
+from deepinfer.workers.gpu.buffers import Buffers
+from deepinfer.workers.gpu.opening import make_runner
+from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
+from deepinfer.workers.gpu.weights import load_weights
+from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.decoder import kv_layout
+from deepinfer.workers.pool import PagedPool
+from kernels.simt.build import emulator
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+FUSED_ROWS = 4
+
+
+@contextmanager
+def emulated_gpu() -> Iterator[None]:
+    """Kernels run in the emulator; the one cuBLAS call that torch's CPU lacks is spelt out."""
+
+    def multiply(out: Tensor, x: Tensor, weight: Tensor) -> None:
+        torch.mm(x.float(), weight.float().t(), out=out)
+
+    with emulator(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "multiply_into_float32", multiply)
+        yield
+
+
+def cpu_runner(
+    config: ModelConfig, *, kv_cache_dtype: str = "fp16", blocks: int = 32, sequences: int = 8
+) -> GpuRunner:
+    """A runner for ``random_model(config)``: up to 4 rows fused, steps of up to 64."""
+    weights = load_weights(random_model(config), CPU, config.max_positions)
+    pool = PagedPool(kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks)
+    workspace = DecodeWorkspace.allocate(sequences, config.heads, config.head_dim, 8, CPU)
+    buffers = Buffers.allocate(config, 64, FUSED_ROWS, sequences, workspace, CPU)
+    limits = StepLimits(rows=64, sequences=sequences, context=config.max_positions)
+    return make_runner(weights, pool, buffers, limits, fused_rows=FUSED_ROWS, multiprocessors=4)
