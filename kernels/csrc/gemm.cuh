@@ -7,8 +7,9 @@
 // g + 8 of W and row g of X; k advances by chunks of 32, of which lane t has 8 (two mma).
 //
 // The WARPS of a CTA split K: warp w takes steps w, w + WARPS, ... and keeps DEPTH steps of weights
-// in flight in registers (and with AHEAD = 1 the next step's X too). Their sums meet in shared memory and are added in the order of the
-// warps, so a result depends on WARPS but on nothing else: not on M, NT, MT, DEPTH, AHEAD or the grid.
+// in flight in registers (and with AHEAD = 1 the next step's X). Their sums meet in shared memory
+// and are added in the order of the warps, so a result depends on WARPS but on nothing else: not on
+// M, NT, MT, DEPTH, AHEAD or the grid.
 //
 // How the weights are stored is the policy F:
 //   CHUNKS            chunks of 32 k in a step
@@ -16,7 +17,7 @@
 //   Tile              a lane's part of 16 rows and one step, as loaded
 //   load(tile, row, row8, k)        issues the loads of rows g and g + 8 (k: start of the step)
 //   fragments(tile, chunk, a)       the A operands of the chunk's two mma
-//   scale(tile, group, half)        what row g (half 0) or g + 8 (1) of that group multiplies
+//   scale(tile, group, half)        what the sums of row g (half 0) or g + 8 (1) multiply, as half
 //   x_offset(chunk, t)              where in the step the lane's 8 values of X are
 #pragma once
 #include "primitives.cuh"
@@ -74,7 +75,7 @@ DEV void row_scales(const Finish& f, float* rstd, i32 m0, i32 M, i32 K) {
   }
 }
 
-// One thread's share of the outputs of a CTA: ROWS (a multiple of 16) rows of W from n0, COLUMNS
+// A thread's share of the outputs of a CTA: ROWS (a multiple of 16) rows of W from n0, COLUMNS
 // rows of X from m0. `sum(row, column)` is the product.
 template <int ROWS, int COLUMNS, int THREADS, class Sum>
 DEV void finish(const Finish& f, const Sum& sum, const float* rstd, i32 m0, i32 n0, i32 M, i32 N) {
@@ -95,32 +96,45 @@ DEV void finish(const Finish& f, const Sum& sum, const float* rstd, i32 m0, i32 
     }
     return;
   }
-  // The bound is a multiple of 32 for every warp: all lanes of a warp stay for the shuffles.
-  for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) {
-    const int row = e % ROWS, column = e / ROWS;
-    const int m = m0 + column, n = n0 + row;
-    const bool valid = m < M && n < N;
-    const i64 at = static_cast<i64>(m) * N + n;
-    const float bias = valid && f.bias ? f.bias[n] : 0.f;
-    if (f.epilogue == RESIDUAL) {
-      const float before = valid ? f.residual[at] : 0.f;
-      const float gamma = valid ? __half2float(f.gamma[n]) : 0.f;
-      const float r = valid ? before + (sum(row, column) + bias) : 0.f;
-      if (valid) {
-        f.residual[at] = r;
-        static_cast<__half*>(f.out)[at] = saturate_half(r * gamma);
-      }
-      float square = r * r;
+  // A thread's loads come before its stores, BATCH outputs at a time. All lanes of a warp have the
+  // same number of outputs, so they stay together for the shuffles.
+  constexpr int EACH = (ROWS * COLUMNS + THREADS - 1) / THREADS, BATCH = EACH < 8 ? EACH : 8;
+  static_assert(EACH == 1 || ROWS * COLUMNS % (BATCH * THREADS) == 0, "whole batches");
+  for (int e0 = threadIdx.x; e0 < ROWS * COLUMNS; e0 += BATCH * THREADS) {
+    float before[BATCH], gamma[BATCH], bias[BATCH];
 #pragma unroll
-      for (int offset = 8; offset; offset >>= 1)
-        square += __shfl_xor_sync(FULL_WARP, square, offset);
-      if (valid && row % 16 == 0) f.sumsq_out[static_cast<i64>(m) * ((N + 15) / 16) + n / 16] = square;
-    } else if (valid) {
-      const float value = sum(row, column) * rstd[column] + bias;
-      if (f.epilogue == LOGITS)
-        static_cast<float*>(f.out)[at] = value;
-      else
-        static_cast<__half*>(f.out)[at] = saturate_half(value);
+    for (int i = 0; i < BATCH; ++i) {
+      const int e = e0 + i * THREADS, m = m0 + e / ROWS, n = n0 + e % ROWS;
+      const bool valid = m < M && n < N, has_residual = valid && f.epilogue == RESIDUAL;
+      bias[i] = valid && f.bias ? f.bias[n] : 0.f;
+      before[i] = has_residual ? f.residual[static_cast<i64>(m) * N + n] : 0.f;
+      gamma[i] = has_residual ? __half2float(f.gamma[n]) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int e = e0 + i * THREADS, row = e % ROWS, column = e / ROWS;
+      const int m = m0 + column, n = n0 + row;
+      const bool valid = m < M && n < N;
+      const i64 at = static_cast<i64>(m) * N + n;
+      if (f.epilogue == RESIDUAL) {
+        const float r = valid ? before[i] + (sum(row, column) + bias[i]) : 0.f;
+        if (valid) {
+          f.residual[at] = r;
+          static_cast<__half*>(f.out)[at] = saturate_half(r * gamma[i]);
+        }
+        float square = r * r;
+#pragma unroll
+        for (int offset = 8; offset; offset >>= 1)
+          square += __shfl_xor_sync(FULL_WARP, square, offset);
+        if (valid && row % 16 == 0)
+          f.sumsq_out[static_cast<i64>(m) * ((N + 15) / 16) + n / 16] = square;
+      } else if (valid) {
+        const float value = sum(row, column) * rstd[column] + bias[i];
+        if (f.epilogue == LOGITS)
+          static_cast<float*>(f.out)[at] = value;
+        else
+          static_cast<__half*>(f.out)[at] = saturate_half(value);
+      }
     }
   }
 }

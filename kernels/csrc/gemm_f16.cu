@@ -46,13 +46,14 @@ linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 
 
 template <int NT, int MT, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(32 * WARPS, 1)
-linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N, i32 K,
-           i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
-           const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
-           const __half* __restrict__ gamma, float* __restrict__ sumsq_out,
-                 float* workspace, i32* tickets) {
+linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
+                 i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+                 const float* __restrict__ sumsq, i32 partials, float eps,
+                 float* __restrict__ residual, const __half* __restrict__ gamma,
+                 float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
   extern __shared__ __align__(16) uint4 shared[];
   const F16 weights{weight, K};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  tiled_gemm<F16, NT, MT, WARPS, DEPTH>(weights, x, finish, M, N, K, workspace, tickets, shared);
+  tiled_gemm<F16, NT, MT, WARPS, DEPTH>(weights, x, finish, M, N, K,
+                                        workspace, tickets, shared);
 }

@@ -4,12 +4,52 @@
 //
 // X is stored as fragments, [chunk][n-tile][lane] 16 bytes each, so that every read is one
 // conflict-free 512-byte access. Scales multiply the weights, each rounded to half once as by
-// expand_w4.cu: sums of 64 columns by group would not fit in registers twice. Where N alone makes too few CTAs, gridDim.z of them split K; the
-// last to come adds the partial sums in the order of the splits.
+// expand_w4.cu: sums of 64 columns by group would not fit in registers twice. Where N alone makes
+// too few CTAs, gridDim.z of them split K; the last to come adds the partial sums in the order of
+// the splits.
 #pragma once
 #include "gemm.cuh"
 
 constexpr int X_STAGES = 3;
+
+// Leaves this split's `sums` [ROWS][COLUMNS + 1] in the workspace. In the CTA that comes last true,
+// and `sums` is that of all splits, added in their order.
+template <int ROWS, int COLUMNS, int THREADS>
+DEV bool merge(float* sums, float* workspace, i32* tickets) {
+  constexpr int AREA = ROWS * COLUMNS, PITCH = COLUMNS + 1, QUADS = AREA / 4 / THREADS;
+  const int splits = gridDim.z, block = blockIdx.y * gridDim.x + blockIdx.x;
+  float* partial = workspace + static_cast<i64>(block) * splits * AREA;
+  for (int e = threadIdx.x; e < AREA; e += THREADS)
+    partial[blockIdx.z * AREA + e] = sums[e % ROWS * PITCH + e / ROWS];
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(tickets + block, 1) == splits - 1;
+    if (last) tickets[block] = 0;
+  }
+  __syncthreads();
+  if (!last) return false;
+  __threadfence();
+
+  float total[QUADS][4] = {};
+  for (int split = 0; split < splits; ++split)
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q) {
+      const int e = 4 * (q * THREADS + static_cast<int>(threadIdx.x));
+      const float4 four = ld_cg(reinterpret_cast<const float4*>(partial + split * AREA + e));
+      total[q][0] += four.x, total[q][1] += four.y, total[q][2] += four.z, total[q][3] += four.w;
+    }
+#pragma unroll
+  for (int q = 0; q < QUADS; ++q)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      const int e = 4 * (q * THREADS + static_cast<int>(threadIdx.x)) + v;
+      sums[e % ROWS * PITCH + e / ROWS] = total[q][v];
+    }
+  __syncthreads();
+  return true;
+}
 
 // Grid: x over blocks of 8 NT rows of X, y over 16 MT WARPS rows of W, z over splits of K.
 // `workspace` has gridDim.x y z blocks of 16 MT WARPS * 8 NT floats, `tickets` a zero for each x, y
@@ -111,32 +151,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
         sums[(16 * (warp * MT + i) + g + 8 * (v / 2)) * PITCH + 8 * j + 2 * t + v % 2] =
             acc[i][j][v];
   __syncthreads();
-  if (gridDim.z == 1) {
-    const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
-    finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
-    return;
-  }
-
-  constexpr int AREA = ROWS * COLUMNS;
-  const int block = blockIdx.y * gridDim.x + blockIdx.x;
-  float* partial = workspace + static_cast<i64>(block) * gridDim.z * AREA;
-  for (int e = threadIdx.x; e < AREA; e += THREADS)
-    partial[blockIdx.z * AREA + e] = sums[e % ROWS * PITCH + e / ROWS];
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(tickets + block, 1) == static_cast<i32>(gridDim.z) - 1;
-    if (last) tickets[block] = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const auto sum = [&](int row, int column) {
-    float s = 0.f;
-    for (int split = 0; split < static_cast<int>(gridDim.z); ++split)
-      s += ld_cg(partial + split * AREA + column * ROWS + row);
-    return s;
-  };
+  if (gridDim.z > 1 && !merge<ROWS, COLUMNS, THREADS>(sums, workspace, tickets)) return;
+  const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
   finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
 }

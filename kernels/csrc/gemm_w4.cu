@@ -69,13 +69,14 @@ linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
 template <int GROUP, int NT, int MT, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(32 * WARPS, 1)
 linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
-          const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M, i32 N,
-          i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
-          const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
-          const __half* __restrict__ gamma, float* __restrict__ sumsq_out,
-                float* workspace, i32* tickets) {
+                const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M,
+                i32 N, i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+                const float* __restrict__ sumsq, i32 partials, float eps,
+                float* __restrict__ residual, const __half* __restrict__ gamma,
+                float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
   extern __shared__ __align__(16) uint4 shared[];
   const W4<GROUP> weights{codes, scales, zeros, group_shift, K};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  tiled_gemm<W4<GROUP>, NT, MT, WARPS, DEPTH>(weights, x, finish, M, N, K, workspace, tickets, shared);
+  tiled_gemm<W4<GROUP>, NT, MT, WARPS, DEPTH>(weights, x, finish, M, N, K,
+                                              workspace, tickets, shared);
 }
