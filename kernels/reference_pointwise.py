@@ -60,7 +60,7 @@ def rope_qkv(
     negative.
     """
     parts = qkv.double().view(len(qkv), heads + 2 * kv_heads, head_dim)
-    q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+    q, k, v = parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:

@@ -84,6 +84,7 @@ def check_embed(rows: int, columns: int, *, device: str = "cpu") -> None:
 def check_norms(rows: int, columns: int, *, device: str = "cpu") -> None:
     residual = normal(rows, columns, device=device) * 300
     residual[0, 2] = 24346.0
+    residual[1:2] *= 1e-6  # as small as the square root of eps
     branch = normal(rows, columns, device=device, seed=1).half()
     gamma = (1 + normal(columns, device=device, seed=2)).half()
     gamma[2] = 60000
@@ -154,7 +155,7 @@ def check_rope_kv_write(dtype: str, shape: Rope, *, device: str = "cpu") -> None
     heads[1, -2 * shape.kv_heads :] *= 2.0**-16  # scales at their floor, codes of subnormals
     heads[3, -2 * shape.kv_heads :] = 0
     if not shape.normed:
-        heads[2, -2 * shape.kv_heads :] = 60000  # beyond every 8-bit code, rotated: beyond half
+        heads[2] = 60000  # beyond every 8-bit code, and rotated beyond half
     qkv[~real] = math.nan
     given = qkv.clone()
     half = shape.rotary_dim // 2
