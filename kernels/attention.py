@@ -176,9 +176,7 @@ def partition_for(rows: int, kv_heads: int, max_context: int, sm_count: int) -> 
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     wanted = max(1, _CTAS_PER_SM * sm_count // (rows * kv_heads))
-    tokens = max(
-        _PARTITION_MIN, -(-max_context // wanted), -(-max_context // PARTITIONS_MAX)
-    )
+    tokens = max(_PARTITION_MIN, -(-max_context // wanted), -(-max_context // PARTITIONS_MAX))
     return -(-tokens // _PARTITION_STEP) * _PARTITION_STEP
 
 
@@ -312,9 +310,7 @@ def _check_decode(
 ) -> tuple[int, int]:
     """Rows and heads of a decode launch; ValueError names the argument that does not fit."""
     if q.dim() != 3 or q.dtype != torch.float16 or q.shape[2] != kv.head_dim:
-        raise ValueError(
-            f"q must be float16 [rows, heads, {kv.head_dim}], got {_describe(q)}"
-        )
+        raise ValueError(f"q must be float16 [rows, heads, {kv.head_dim}], got {_describe(q)}")
     rows, heads, head_dim = q.shape
     if not rows:
         raise ValueError("q has no rows")
@@ -329,9 +325,7 @@ def _check_decode(
             f"{GROUP_MAX} times as many"
         )
     if out.shape != q.shape or out.dtype != torch.float16 or not out.is_contiguous():
-        raise ValueError(
-            f"out must be contiguous float16 {list(q.shape)}, got {_describe(out)}"
-        )
+        raise ValueError(f"out must be contiguous float16 {list(q.shape)}, got {_describe(out)}")
     if (
         block_tables.dim() != 2
         or block_tables.dtype != torch.int32

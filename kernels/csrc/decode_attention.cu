@@ -14,6 +14,8 @@
 // grains into a ring in shared memory with cp.async, STAGES tiles ahead, and reads them back
 // itself. So bytes under way cost no registers, and the ring needs no barrier and has no bank
 // conflicts. (Scales are the exception: four lanes copy what all read, hence the __syncwarp.)
+// Offsets of a lane are opaque to the compiler, or it would work out every address anew instead
+// of adding a constant in the instruction.
 //
 // Lane (g = lane / 4, t = lane % 4) holds of K rows g and g + 8, four lanes side by side in a row;
 // of V rows 2t, 2t + 1, 2t + 8 and 2t + 9, eight lanes side by side.
@@ -47,12 +49,9 @@ struct Ring {
   static constexpr int STAGE_BYTES = SCALES_AT + (Kv::SCALED ? 4 * TILE : 0);
   static constexpr int WARP_BYTES = STAGES * STAGE_BYTES;
 
-  DEV int k_at(int row, int grain, int lane) {
-    return ((row * K_GRAINS + grain) * 32 + lane) * K_GRAIN;
-  }
-  DEV int v_at(int row, int grain, int lane) {
-    return V_AT + ((row * V_GRAINS + grain) * 32 + lane) * V_GRAIN;
-  }
+  // From lane 0's first grain of K (or V).
+  DEV int k_at(int row, int grain) { return (row * K_GRAINS + grain) * 32 * K_GRAIN; }
+  DEV int v_at(int row, int grain) { return (row * V_GRAINS + grain) * 32 * V_GRAIN; }
 };
 
 template <int BYTES>
@@ -84,48 +83,53 @@ DEV void load_query(u32 (&b)[D / 16][2], const __half* q, int t) {
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
       const int dim = (i / WORDS) * 4 * R::K_GRAIN + R::K_GRAIN * t + 4 * (i % WORDS);
-      const uint2 v = *reinterpret_cast<const uint2*>(q + dim);
-      b[i][0] = prmt(v.x, v.y, 0x5410);  // dims 0 and 2 of the word's four
-      b[i][1] = prmt(v.x, v.y, 0x7632);  // 1 and 3
+      half_operands<R::Kv::K_CODE>(*reinterpret_cast<const uint2*>(q + dim), b[i][0], b[i][1]);
     }
   }
 }
 
-// Scores of a tile: s[c] is rows g and g + 8 of columns 8c + 2t and 8c + 2t + 1.
+// Scores of a tile: s[c] is rows g and g + 8 of columns 8c + 2t and 8c + 2t + 1. `k` is the
+// lane's first grain. Two sums by turns: one would be a chain of D / 16 dependent instructions.
 template <int FORMAT, int D, int COLUMNS>
-DEV void score_tile(float (&s)[COLUMNS][4], const u8* stage, const u32 (&q)[COLUMNS][D / 16][2],
-                    int lane) {
+DEV void score_tile(float (&s)[COLUMNS][4], const u8* k, const u32 (&q)[COLUMNS][D / 16][2]) {
   using R = Ring<FORMAT, D, 1>;
   constexpr int WORDS = R::K_GRAIN / 4;
+  float sums[2][COLUMNS][4];
 #pragma unroll
-  for (int c = 0; c < COLUMNS; c++) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0.f;
+  for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[0][c][i] = sums[1][c][i] = 0.f;
 #pragma unroll
   for (int i = 0; i < R::K_GRAINS; i++) {
     u32 low[WORDS], high[WORDS];  // rows g and g + 8
-    load_words<R::K_GRAIN>(low, stage + R::k_at(0, i, lane));
-    load_words<R::K_GRAIN>(high, stage + R::k_at(1, i, lane));
+    load_words<R::K_GRAIN>(low, k + R::k_at(0, i));
+    load_words<R::K_GRAIN>(high, k + R::k_at(1, i));
     if constexpr (R::Kv::K_CODE == CODE_F16) {
 #pragma unroll
       for (int w = 0; w < WORDS; w += 2)
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
-          const u32(&b)[2] = q[c][(i * WORDS + w) / 2];
-          mma16816(s[c], low[w], high[w], low[w + 1], high[w + 1], b[0], b[1]);
+          const int step = (i * WORDS + w) / 2;
+          mma16816(sums[step % 2][c], low[w], high[w], low[w + 1], high[w + 1], q[c][step][0],
+                   q[c][step][1]);
         }
     } else {
 #pragma unroll
       for (int w = 0; w < WORDS; w++) {
+        const int step = i * WORDS + w;
         u32 a0, a1, a2, a3;
-        code_pairs<R::Kv::K_CODE>(low[w], a0, a2);
-        code_pairs<R::Kv::K_CODE>(high[w], a1, a3);
+        code_operands<R::Kv::K_CODE>(low[w], a0, a2);
+        code_operands<R::Kv::K_CODE>(high[w], a1, a3);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-          const u32(&b)[2] = q[c][i * WORDS + w];
-          mma16816(s[c], a0, a1, a2, a3, b[0], b[1]);
-        }
+        for (int c = 0; c < COLUMNS; c++)
+          mma16816(sums[step % 2][c], a0, a1, a2, a3, q[c][step][0], q[c][step][1]);
       }
     }
   }
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[c][i] = sums[0][c][i] + sums[1][c][i];
 }
 
 // The first dim of accumulator j of a lane; a pair (d, d + 1) of dims is in one accumulator.
@@ -140,89 +144,74 @@ DEV int accumulator_dim(int j, int g) {
   }
 }
 
-// o += V^T p. `p` are B fragments of the weights; V rows from `valid` on are taken as zero,
-// since 0 * NaN is not 0 and nothing says what lies beyond a sequence's end.
+// V rows from `valid` on become zero: 0 * NaN is not 0, and nothing says what lies beyond a
+// sequence's end. A lane clears its own grains.
+template <int FORMAT, int D>
+DEV void clear_tail(u8* v, int valid, int t) {
+  using R = Ring<FORMAT, D, 1>;
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    if (2 * t + (r & 1) + 8 * (r >> 1) < valid) continue;
+#pragma unroll
+    for (int i = 0; i < R::V_GRAINS; i++)
+#pragma unroll
+      for (int w = 0; w < R::V_GRAIN; w += 4)
+        *reinterpret_cast<u32*>(v + R::v_at(r, i) + w) = 0;
+  }
+}
+
+// o += V^T p. `v` is the lane's first grain, `p` are B fragments of the weights.
 template <int FORMAT, int D, int COLUMNS>
-DEV void accumulate_tile(float (&o)[D / 16][COLUMNS][4], const u8* stage,
-                         const u32 (&p)[COLUMNS][2], int valid, int lane) {
+DEV void accumulate_tile(float (&o)[D / 16][COLUMNS][4], const u8* v,
+                         const u32 (&p)[COLUMNS][2]) {
   using R = Ring<FORMAT, D, 1>;
   constexpr int WORDS = R::V_GRAIN / 4;
-  const int row = 2 * (lane & 3);
 #pragma unroll
   for (int i = 0; i < R::V_GRAINS; i++) {
     u32 v0[WORDS], v1[WORDS], v2[WORDS], v3[WORDS];  // rows 2t, 2t + 1, 2t + 8, 2t + 9
-    load_words<R::V_GRAIN>(v0, stage + R::v_at(0, i, lane));
-    load_words<R::V_GRAIN>(v1, stage + R::v_at(1, i, lane));
-    load_words<R::V_GRAIN>(v2, stage + R::v_at(2, i, lane));
-    load_words<R::V_GRAIN>(v3, stage + R::v_at(3, i, lane));
+    load_words<R::V_GRAIN>(v0, v + R::v_at(0, i));
+    load_words<R::V_GRAIN>(v1, v + R::v_at(1, i));
+    load_words<R::V_GRAIN>(v2, v + R::v_at(2, i));
+    load_words<R::V_GRAIN>(v3, v + R::v_at(3, i));
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
-      if (valid < TILE) {
-        if (row >= valid) v0[w] = 0;
-        if (row + 1 >= valid) v1[w] = 0;
-        if (row + 8 >= valid) v2[w] = 0;
-        if (row + 9 >= valid) v3[w] = 0;
-      }
-      const u32 low01 = prmt(v0[w], v1[w], 0x5410), high01 = prmt(v0[w], v1[w], 0x7632);
-      const u32 low23 = prmt(v2[w], v3[w], 0x5410), high23 = prmt(v2[w], v3[w], 0x7632);
       if constexpr (R::Kv::V_CODE == CODE_F16) {
+        const u32 a0 = prmt(v0[w], v1[w], 0x5410), a1 = prmt(v0[w], v1[w], 0x7632);
+        const u32 a2 = prmt(v2[w], v3[w], 0x5410), a3 = prmt(v2[w], v3[w], 0x7632);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
-          mma16816(o[i * WORDS + w][c], low01, high01, low23, high23, p[c][0], p[c][1]);
+          mma16816(o[i * WORDS + w][c], a0, a1, a2, a3, p[c][0], p[c][1]);
       } else {
-        u32 a0, a1, a2, a3;
-        code_pairs<R::Kv::V_CODE>(low01, a0, a1);
-        code_pairs<R::Kv::V_CODE>(low23, a2, a3);
+        u32 low[4], high[4];
+        code_columns<R::Kv::V_CODE>(v0[w], v1[w], low);
+        code_columns<R::Kv::V_CODE>(v2[w], v3[w], high);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-          mma16816(o[2 * (i * WORDS + w)][c], a0, a1, a2, a3, p[c][0], p[c][1]);
-        code_pairs<R::Kv::V_CODE>(high01, a0, a1);
-        code_pairs<R::Kv::V_CODE>(high23, a2, a3);
+        for (int x = 0; x < 2; x++)
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-          mma16816(o[2 * (i * WORDS + w) + 1][c], a0, a1, a2, a3, p[c][0], p[c][1]);
+          for (int c = 0; c < COLUMNS; c++)
+            mma16816(o[2 * (i * WORDS + w) + x][c], low[2 * x], low[2 * x + 1], high[2 * x],
+                     high[2 * x + 1], p[c][0], p[c][1]);
       }
     }
   }
 }
 
-// One CTA's copies of tiles into its warps' rings.
-template <int FORMAT, int D, int STAGES>
-struct TileCopier {
-  using R = Ring<FORMAT, D, STAGES>;
-  const u8* k;       // of the KV head, in block 0
-  const u8* v;
-  const u8* scales;  // K scales of the KV head, in block 0
-  i64 block_bytes, v_scale_step;
-  int tiles_shift;   // log2(tiles a block)
-  u8* ring;          // this warp's
-
-  // Copy tile `tile` of the sequence, which lies in block `block`, to `stage`.
-  DEV void copy(const TileCopier& c, int block, int tile, int stage, int lane) {
-    const int row0 = (tile & ((1 << c.tiles_shift) - 1)) * TILE, g = lane >> 2, t = lane & 3;
-    const i64 at = block * c.block_bytes;
-    u8* to = c.ring + stage * R::STAGE_BYTES;
-    const u8* k = c.k + at + (row0 + g) * R::K_ROW + t * R::K_GRAIN;
+// Copies a tile to a lane's grains. `k` and `v` are the lane's first grains in global memory.
+template <int FORMAT, int D>
+DEV void copy_tile(u8* k_to, u8* v_to, const u8* k, const u8* v) {
+  using R = Ring<FORMAT, D, 1>;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+  for (int r = 0; r < 2; r++)
 #pragma unroll
-      for (int i = 0; i < R::K_GRAINS; i++)
-        cp_async<R::K_GRAIN>(to + R::k_at(r, i, lane), k + 8 * r * R::K_ROW + i * 4 * R::K_GRAIN);
-    const u8* v = c.v + at + (row0 + 2 * t) * R::V_ROW + g * R::V_GRAIN;
+    for (int i = 0; i < R::K_GRAINS; i++)
+      cp_async<R::K_GRAIN>(k_to + R::k_at(r, i), k + 8 * r * R::K_ROW + i * 4 * R::K_GRAIN);
 #pragma unroll
-    for (int r = 0; r < 4; r++)
+  for (int r = 0; r < 4; r++)
 #pragma unroll
-      for (int i = 0; i < R::V_GRAINS; i++)
-        cp_async<R::V_GRAIN>(to + R::v_at(r, i, lane),
-                             v + ((r & 1) + 8 * (r >> 1)) * R::V_ROW + i * 8 * R::V_GRAIN);
-    if constexpr (R::Kv::SCALED) {
-      // 16 K scales, then 16 V scales: four runs of 16 bytes.
-      if (lane < 4)
-        cp_async16(to + R::SCALES_AT + 16 * lane,
-                   c.scales + at + (lane >> 1) * c.v_scale_step + 2 * row0 + 16 * (lane & 1));
-    }
-  }
-};
+    for (int i = 0; i < R::V_GRAINS; i++)
+      cp_async<R::V_GRAIN>(v_to + R::v_at(r, i),
+                           v + ((r & 1) + 8 * (r >> 1)) * R::V_ROW + i * 8 * R::V_GRAIN);
+}
 
 template <int FORMAT, int D, int COLUMNS, int WARPS, int STAGES>
 __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
@@ -249,7 +238,6 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   const int kv_head = blockIdx.x, row = blockIdx.y, part = blockIdx.z;
   const int kv_heads = gridDim.x, partitions = gridDim.z;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int block_size = TILE << tiles_shift;
   const int first_tile = part * (partition / TILE);
   const int* table = tables + (i64)row * table_stride;
 
@@ -272,24 +260,36 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   const int tiles = (end - begin + TILE - 1) / TILE;
   const int mine = tiles > warp ? (tiles - warp + WARPS - 1) / WARPS : 0;
 
-  TileCopier<FORMAT, D, STAGES> copier;
-  copier.k = storage + k_offset + (i64)kv_head * block_size * R::K_ROW;
-  copier.v = storage + v_offset + (i64)kv_head * block_size * R::V_ROW;
-  copier.scales = storage + scale_offset + (i64)kv_head * block_size * 2;
-  copier.v_scale_step = (i64)kv_heads * block_size * 2;
-  copier.block_bytes = block_bytes;
-  copier.tiles_shift = tiles_shift;
-  copier.ring = shared + warp * R::WARP_BYTES;
-  auto request = [&](int nth) {
+  // This lane's first grains: in block 0 of the pool, and in stage 0 of the ring.
+  const i64 head_rows = (i64)kv_head * (TILE << tiles_shift);
+  const u8* k = storage + k_offset + (head_rows + g) * R::K_ROW + t * R::K_GRAIN;
+  const u8* v = storage + v_offset + (head_rows + 2 * t) * R::V_ROW + g * R::V_GRAIN;
+  u32 k_to = warp * R::WARP_BYTES + lane * R::K_GRAIN;
+  u32 v_to = warp * R::WARP_BYTES + R::V_AT + lane * R::V_GRAIN;
+  opaque(k_to);
+  opaque(v_to);
+  const u8* scales = storage + scale_offset + head_rows * 2 +
+                     (lane >> 1 & 1) * ((i64)kv_heads * (TILE << tiles_shift) * 2) +
+                     16 * (lane & 1);
+  u8* scales_to = shared + warp * R::WARP_BYTES + R::SCALES_AT;
+
+  auto request = [&](int nth, int stage_at) {
     if (nth < mine) {
       if (nth && nth % 32 == 0) blocks = load_blocks(nth);
-      const int block = __shfl_sync(FULL_WARP, blocks, nth & 31);
-      copier.copy(copier, block, first_tile + warp + nth * WARPS, nth % STAGES, lane);
+      const u32 block = __shfl_sync(FULL_WARP, blocks, nth & 31);
+      const int row0 = (first_tile + warp + nth * WARPS & (1 << tiles_shift) - 1) * TILE;
+      const u64 at = (u64)block * (u32)block_bytes;  // attention.py: block_bytes < 2^31
+      copy_tile<FORMAT, D>(shared + k_to + stage_at, shared + v_to + stage_at,
+                           k + at + row0 * R::K_ROW, v + at + row0 * R::V_ROW);
+      if constexpr (R::Kv::SCALED) {
+        // 16 K scales, then 16 V scales: four runs of 16 bytes.
+        if (lane < 4) cp_async16(scales_to + stage_at + 16 * lane, scales + at + 2 * row0);
+      }
     }
     cp_async_commit();
   };
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) request(i);
+  for (int i = 0; i < STAGES; i++) request(i, i * R::STAGE_BYTES);
 
   u32 qb[COLUMNS][D / 16][2];
 #pragma unroll
@@ -312,22 +312,22 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
     for (int j = 0; j < D / 16; j++) o[j][c][0] = o[j][c][1] = o[j][c][2] = o[j][c][3] = 0.f;
   }
 
-  for (int nth = 0; nth < mine; nth++) {
+  const float k_gain = scale_log2 * code_gain<R::Kv::K_CODE>();
+  int valid = end - begin - warp * TILE;  // tokens from here; more than 16 if the tile is full
+  int stage_at = 0;
+  for (int nth = 0; nth < mine; nth++, valid -= WARPS * TILE) {
     cp_async_wait<STAGES - 1>();
     if constexpr (R::Kv::SCALED) __syncwarp();
-    const u8* stage = copier.ring + nth % STAGES * R::STAGE_BYTES;
-    const int valid = end - begin - (warp + nth * WARPS) * TILE;  // tokens; more than 16 if full
 
     float s[COLUMNS][4];
-    score_tile<FORMAT, D, COLUMNS>(s, stage, qb, lane);
-    const float gain = scale_log2 * code_gain<R::Kv::K_CODE>();
-    float k_scale[2] = {gain, gain}, v_scale[2] = {1.f, 1.f};  // of rows g and g + 8
+    score_tile<FORMAT, D, COLUMNS>(s, shared + k_to + stage_at, qb);
+    float k_scale[2] = {k_gain, k_gain}, v_scale[2] = {1.f, 1.f};  // of rows g and g + 8
     if constexpr (R::Kv::SCALED) {
-      const __half* scales = reinterpret_cast<const __half*>(stage + R::SCALES_AT);
-      k_scale[0] *= __half2float(scales[g]);
-      k_scale[1] *= __half2float(scales[g + 8]);
-      v_scale[0] = g < valid ? SCALE_LIFT * __half2float(scales[TILE + g]) : 0.f;
-      v_scale[1] = g + 8 < valid ? SCALE_LIFT * __half2float(scales[TILE + g + 8]) : 0.f;
+      const __half* both = reinterpret_cast<const __half*>(scales_to + stage_at);
+      k_scale[0] *= __half2float(both[g]);
+      k_scale[1] *= __half2float(both[g + 8]);
+      v_scale[0] = g < valid ? SCALE_LIFT * __half2float(both[TILE + g]) : 0.f;
+      v_scale[1] = g + 8 < valid ? SCALE_LIFT * __half2float(both[TILE + g + 8]) : 0.f;
     }
     bool higher = false;
 #pragma unroll
@@ -371,9 +371,12 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
       p[c][0] = movm(pack_half2(s[c][0], s[c][1]));
       p[c][1] = movm(pack_half2(s[c][2], s[c][3]));
     }
-    accumulate_tile<FORMAT, D, COLUMNS>(o, stage, p, valid, lane);
+    u8* values = shared + v_to + stage_at;
+    if (valid < TILE) clear_tail<FORMAT, D>(values, valid, t);
+    accumulate_tile<FORMAT, D, COLUMNS>(o, values, p);
     if constexpr (R::Kv::SCALED) __syncwarp();
-    request(nth + STAGES);
+    request(nth + STAGES, stage_at);
+    stage_at = stage_at == (STAGES - 1) * R::STAGE_BYTES ? 0 : stage_at + R::STAGE_BYTES;
   }
 
   // The ring's memory, all copies done, holds the warps' sums: [WARPS][HEADS][STRIDE].
@@ -401,13 +404,15 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   }
   __syncthreads();
 
+  // From here a thread has runs of four dims of the group's output, THREADS apart.
+  constexpr int RUNS = (HEADS * D / 4 + THREADS - 1) / THREADS;
   const i64 group_at = (i64)row * kv_heads + kv_head;
   __half* result = out + group_at * group * D;
-  auto store = [&](int head, int dim, float4 x, float factor) {
+  auto store = [&](int at, const float4& x) {
     // Saturating: int8 codes may stand for a little more than the largest half.
-    const __half h[4] = {saturate_half(x.x * factor), saturate_half(x.y * factor),
-                         saturate_half(x.z * factor), saturate_half(x.w * factor)};
-    *reinterpret_cast<uint2*>(result + head * D + dim) =
+    const __half h[4] = {saturate_half(x.x), saturate_half(x.y), saturate_half(x.z),
+                         saturate_half(x.w)};
+    *reinterpret_cast<uint2*>(result + at) =
         make_uint2(half_bits(h[0]) | (u32)half_bits(h[1]) << 16,
                    half_bits(h[2]) | (u32)half_bits(h[3]) << 16);
   };
@@ -415,41 +420,60 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
     total.x += factor * x.x, total.y += factor * x.y;
     total.z += factor * x.z, total.w += factor * x.w;
   };
-  for (int i = threadIdx.x; i < group * (D / 4); i += THREADS) {
-    const int head = i / (D / 4), dim = i % (D / 4) * 4;
-    float top = LOWEST, weight = 0.f;
+  for (int at = 4 * threadIdx.x; at < group * D; at += 4 * THREADS) {
+    const int head = at / D, dim = at % D;
+    float top = LOWEST, weight = 0.f, factor[WARPS];
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_m[w][head]);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float factor = ex2(warp_m[w][head] - top);
-      weight += factor * warp_l[w][head];
-      add(total, factor,
-          *reinterpret_cast<const float4*>(sums + (w * HEADS + head) * STRIDE + dim));
+      factor[w] = ex2(warp_m[w][head] - top);
+      weight += factor[w] * warp_l[w][head];
     }
+    const float scale = used == 1 ? 1.f / weight : 1.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      add(total, factor[w] * scale,
+          *reinterpret_cast<const float4*>(sums + (w * HEADS + head) * STRIDE + dim));
     if (used == 1) {
-      store(head, dim, total, 1.f / weight);
+      store(at, total);
     } else {
-      const i64 at = (group_at * partitions + part) * group + head;
-      *reinterpret_cast<float4*>(partial_out + at * D + dim) = total;
-      if (dim == 0) partial_ml[at] = make_float2(top, weight);
+      const i64 vector = (group_at * partitions + part) * group;
+      *reinterpret_cast<float4*>(partial_out + vector * D + at) = total;
+      if (dim == 0) partial_ml[vector + head] = make_float2(top, weight);
     }
   }
   if (used == 1) return;
 
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();  // after the barrier: it orders the writes of the whole CTA
     is_last = atomicAdd(tickets + group_at, 1) == used - 1;
     if (is_last) tickets[group_at] = 0;
+    __threadfence();
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
 
-  // Factors of the partitions, [group][MAX_PARTITIONS], where the sums were; already divided by
-  // the whole weight.
+  // BATCH partitions of every run are under way at any time; those beyond the last are read as
+  // the last, with a factor of zero.
+  constexpr int BATCH = RUNS >= 4 ? 4 : RUNS >= 2 ? 8 : 16;
+  const float* sources = partial_out + group_at * partitions * group * D;
+  auto load = [&](int p, int at) {
+    return ld_cg(reinterpret_cast<const float4*>(sources + (i64)min(p, used - 1) * group * D + at));
+  };
+  float4 loaded[RUNS][BATCH], total[RUNS];
+#pragma unroll
+  for (int r = 0; r < RUNS; r++) {
+    const int at = 4 * (threadIdx.x + r * THREADS);
+    total[r] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (at < group * D)
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) loaded[r][u] = load(u, at);
+  }
+  // Factors of the partitions, [group][MAX_PARTITIONS], where the sums were; the whole weight is
+  // divided out of them.
   float* factors = sums;
   const float2* ml = partial_ml + group_at * partitions * group;
   for (int head = warp; head < group; head += WARPS) {
@@ -467,20 +491,28 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
       x[i].x = ex2(x[i].x - top);
       weight += x[i].x * x[i].y;
     }
-    weight = warp_sum(weight);
+    const float scale = 1.f / warp_sum(weight);
 #pragma unroll
     for (int i = 0; i < MAX_PARTITIONS / 32; i++)
-      factors[head * MAX_PARTITIONS + 32 * i + lane] = x[i].x / weight;
+      factors[head * MAX_PARTITIONS + 32 * i + lane] = x[i].x * scale;
   }
   __syncthreads();
-  const float* sources = partial_out + group_at * partitions * group * D;
-  for (int i = threadIdx.x; i < group * (D / 4); i += THREADS) {
-    const int head = i / (D / 4), dim = i % (D / 4) * 4;
-    const float4* from = reinterpret_cast<const float4*>(sources + head * D + dim);
-    const float* factor = factors + head * MAX_PARTITIONS;
-    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int p = 0; p < used; p++) add(total, factor[p], ld_cg(from + (i64)p * group * (D / 4)));
-    store(head, dim, total, 1.f);
+  for (int p = 0; p < used; p += BATCH) {
+#pragma unroll
+    for (int r = 0; r < RUNS; r++) {
+      const int at = 4 * (threadIdx.x + r * THREADS);
+      if (at >= group * D) continue;
+      const float* factor = factors + at / D * MAX_PARTITIONS + p;
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) {
+        add(total[r], factor[u], loaded[r][u]);
+        if (p + BATCH < used) loaded[r][u] = load(p + BATCH + u, at);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < RUNS; r++) {
+    const int at = 4 * (threadIdx.x + r * THREADS);
+    if (at < group * D) store(at, total[r]);
   }
 }

@@ -272,6 +272,23 @@ DEV u32 e4m3x2_to_half2(u16 codes) {
 #endif
 }
 
+// Four E4M3 codes (low byte first) as halves (0, 1) and (2, 3).
+DEV void e4m3x4_to_halves(u32 codes, u32& low, u32& high) {
+#if !defined(SIMT_EMULATION) && __CUDA_ARCH__ >= 890
+  asm("{\n"
+      ".reg .b16 l, h;\n"
+      "mov.b32 {l, h}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, l;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, h;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+#else
+  low = e4m3x2_to_half2(static_cast<u16>(codes));
+  high = e4m3x2_to_half2(static_cast<u16>(codes >> 16));
+#endif
+}
+
 // A float as an E4M3 code, to nearest even, saturating at 448; NaN stays NaN.
 DEV u8 float_to_e4m3(float x) {
 #if !defined(SIMT_EMULATION) && __CUDA_ARCH__ >= 890

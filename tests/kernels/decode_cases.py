@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
+from torch import Tensor
+
 from deepinfer.kernels import attention, reference_decode
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.workers.pool import PagedPool
-from torch import Tensor
 
 FORMATS: Final = {
     "fp16": attention.KV_FP16,
@@ -119,7 +120,7 @@ def make(
     qkv = torch.randn((len(lens), (heads + 2) * head_dim), generator=random, device=device)
     if kind == "large_k":
         qkv *= 0.05
-    q = qkv.half()[:, head_dim : (heads + 1) * head_dim].unflatten(1, (heads, head_dim))
+    q = qkv.half()[:, head_dim : (heads + 1) * head_dim].view(len(lens), heads, head_dim)
     view = attention.KvView(
         pool.storage,
         layout.block_bytes,

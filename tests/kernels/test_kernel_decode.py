@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernels import decode_cases
-from kernels.decode_cases import FORMATS, Kind
-from kernels.simt.build import COMPILER, emulator
 
 from deepinfer.kernels import attention, reference, reference_decode
 from deepinfer.kernels.attention import DecodeWorkspace, KvView, partition_for, partitions
+from kernels import decode_cases
+from kernels.decode_cases import FORMATS, Kind
+from kernels.simt.build import COMPILER, emulator
 
 needs_emulator = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -73,9 +73,7 @@ class TestEmulated:
     def test_every_v_code_is_exact(self, dtype: str, head_dim: int, group: int) -> None:
         # With one token the output is its V. 256 codes on the heads' dims, two rows.
         kv_heads = 256 // head_dim if 256 % head_dim == 0 else 3
-        case = decode_cases.make(
-            dtype, [1, 1], head_dim=head_dim, kv_heads=kv_heads, group=group
-        )
+        case = decode_cases.make(dtype, [1, 1], head_dim=head_dim, kv_heads=kv_heads, group=group)
         codes = torch.arange(kv_heads * head_dim).remainder(256).to(torch.uint8)
         for row in range(2):
             stored = codes.roll(row).view(case.v.dtype).view(kv_heads, head_dim)
