@@ -253,6 +253,9 @@ def _run(
         planes = [weight.codes, weight.scales, weight.zeros, shift]
     rows = plan.rows if isinstance(plan, TiledPlan) else TILE_ROWS * plan.row_tiles
     blocks = (-(-m // (8 * plan.column_tiles)), -(-n // rows))
+    if isinstance(plan, Plan) and plan.resident:
+        most = max(1, plan.resident * _sm_count(x.device) // blocks[0])
+        blocks = (blocks[0], min(blocks[1], most))
     splits = 1
     tail: list[Tensor | None] = []
     if isinstance(plan, TiledPlan):

@@ -23,13 +23,14 @@ _X_STAGES: Final = 3
 class Plan:
     """How a launch is cut: 16 ``row_tiles`` rows of W and 8 ``column_tiles`` rows of X a CTA,
     K over ``warps`` warps, each with ``depth`` steps of weights in flight, and ``ahead`` (0 or 1)
-    of X."""
+    of X; ``resident`` CTAs an SM that take tile after tile (0: a CTA for each tile)."""
 
     column_tiles: int
     row_tiles: int
     warps: int
     depth: int
     ahead: int
+    resident: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,35 +140,36 @@ DEV void finish(const Finish& f, const Sum& sum, const float* rstd, i32 m0, i32 
 }
 
 // Grid: x over blocks of 8 NT rows of X, y over tiles of 16 MT rows of W, so that the CTAs that
-// share weights run together. K is a multiple of 32, N of 16 for SWIGLU.
+// share weights run together. With fewer y than tiles a CTA goes on to the tile gridDim.y further,
+// whose weights are on their way while it finishes the one before. K is a multiple of 32, N of 16
+// for SWIGLU.
 template <class F, int NT, int MT, int WARPS, int DEPTH, int AHEAD>
 DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                     i32 K) {
   static_assert(DEPTH % (AHEAD + 1) == 0, "buffers of X take turns with the stages");
-  constexpr int STEP = 32 * F::CHUNKS, STRIDE = STEP * WARPS;
+  constexpr int STEP = 32 * F::CHUNKS, STRIDE = STEP * WARPS, ROUND = DEPTH * STRIDE;
   constexpr int GROUP = F::GROUP_CHUNKS ? F::GROUP_CHUNKS : F::CHUNKS;
-  __shared__ float sums[WARPS * 16 * MT * (8 * NT + 1)];
-  __shared__ float rstd[8 * NT];
+  constexpr int ROWS = 16 * MT, COLUMNS = 8 * NT, PITCH = COLUMNS + 1;
+  __shared__ float sums[2][WARPS][ROWS][PITCH];  // tiles take turns
+  __shared__ float rstd[COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int m0 = blockIdx.x * (8 * NT), n0 = blockIdx.y * (16 * MT);
+  const int m0 = blockIdx.x * COLUMNS, first_k = warp * STEP;
 
   typename F::Tile ring[DEPTH][MT];
-  auto load = [&](typename F::Tile(&tiles)[MT], int k) {
+  auto load = [&](typename F::Tile(&tiles)[MT], int n0, int k) {
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
       const int row = n0 + 16 * i + g;  // rows beyond N repeat the last one, and are not stored
       weights.load(tiles[i], min(row, N - 1), min(row + 8, N - 1), k);
     }
   };
+  int n0 = blockIdx.y * ROWS;
 #pragma unroll
-  for (int stage = 0; stage < DEPTH; ++stage) {
-    const int k = warp * STEP + stage * STRIDE;
-    if (k < K) load(ring[stage], k);
-  }
+  for (int stage = 0; stage < DEPTH; ++stage)
+    if (first_k + stage * STRIDE < K) load(ring[stage], n0, first_k + stage * STRIDE);
+  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, K);
 
-  row_scales<8 * NT, WARPS>(f, rstd, m0, M, K);
   float acc[MT][NT][4];
-  clear(acc);
   typedef uint4 Activations[NT][F::CHUNKS];
   auto load_x = [&](Activations& values, int k) {
 #pragma unroll
@@ -217,32 +218,39 @@ DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish
     }
   };
   Activations values[AHEAD + 1];
-  if (AHEAD) load_x(values[0], warp * STEP);
-  for (int k = warp * STEP; k < K; k += DEPTH * STRIDE) {
+  if (AHEAD) load_x(values[0], first_k);
+  for (int buffer = 0; n0 < N; buffer ^= 1) {
+    const int next_n0 = n0 + gridDim.y * ROWS;
+    clear(acc);
+    for (int k = first_k; k - first_k < K; k += ROUND) {
+      const bool last = k + ROUND - first_k >= K;
 #pragma unroll
-    for (int stage = 0; stage < DEPTH; ++stage) {
-      const int at = k + stage * STRIDE, current = stage % (AHEAD + 1);
-      if (at >= K) break;
-      load_x(values[(stage + AHEAD) % (AHEAD + 1)], at + AHEAD * STRIDE);
-      multiply(ring[stage], values[current]);
-      if (at + DEPTH * STRIDE < K) load(ring[stage], at + DEPTH * STRIDE);
+      for (int stage = 0; stage < DEPTH; ++stage) {
+        const int at = k + stage * STRIDE, then = at + STRIDE;
+        if (AHEAD) load_x(values[(stage + 1) % (AHEAD + 1)], then < K ? then : first_k);
+        if (at < K) {
+          if (!AHEAD) load_x(values[0], at);
+          multiply(ring[stage], values[stage % (AHEAD + 1)]);
+        }
+        const int next = last ? first_k + stage * STRIDE : at + ROUND;
+        if (next < K && (!last || next_n0 < N)) load(ring[stage], last ? next_n0 : n0, next);
+      }
     }
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+          sums[buffer][warp][16 * i + g + 8 * (v / 2)][8 * j + 2 * t + v % 2] = acc[i][j][v];
+    __syncthreads();
+    const auto sum = [&](int row, int column) {
+      float s = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) s += sums[buffer][w][row][column];
+      return s;
+    };
+    finish<ROWS, COLUMNS, 32 * WARPS>(f, sum, rstd, m0, n0, M, N);
+    n0 = next_n0;
   }
-
-#pragma unroll
-  for (int i = 0; i < MT; ++i)
-#pragma unroll
-    for (int j = 0; j < NT; ++j)
-#pragma unroll
-      for (int v = 0; v < 4; ++v)
-        sums[((warp * MT + i) * 16 + g + 8 * (v / 2)) * (8 * NT + 1) + 8 * j + 2 * t + v % 2] =
-            acc[i][j][v];
-  __syncthreads();
-  const auto sum = [&](int row, int column) {
-    float s = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) s += sums[(w * 16 * MT + row) * (8 * NT + 1) + column];
-    return s;
-  };
-  finish<16 * MT, 8 * NT, 32 * WARPS>(f, sum, rstd, m0, n0, M, N);
 }

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 EPS = 1e-6
 DIRECT = Plan(1, 1, 4, 2, 0)
-AHEAD = Plan(2, 2, 2, 2, 1)
+AHEAD = Plan(2, 2, 2, 2, 1, resident=1)  # one CTA takes all tiles
 TILED = TiledPlan(2, 1, 2, 2, 3)
 
 
@@ -93,7 +93,7 @@ def check_all(weight: Weight, m: int, plan: Plan | TiledPlan) -> None:
     ("n", "k", "m", "plan"),
     [
         (48, 576, 1, DIRECT),
-        (40, 96, 11, AHEAD),  # N and K end inside a tile, X inside a block of 16
+        (72, 96, 11, AHEAD),  # N and K end inside a tile, X inside a block of 16
         (16, 32, 16, DIRECT),
         (72, 160, 19, TILED),
         (48, 64, 16, TILED),  # more splits than steps: some add nothing
@@ -108,7 +108,7 @@ def test_f16_linears_equal_the_reference(n: int, k: int, m: int, plan: Plan | Ti
     [
         (48, 1152, 128, True, 3, DIRECT),
         (16, 512, 256, False, 1, DIRECT),
-        (40, 576, 64, False, 9, AHEAD),
+        (104, 576, 64, False, 9, AHEAD),
         (32, 96, 32, True, 17, DIRECT),
         (48, 640, 128, True, 21, TILED),
         (40, 96, 32, False, 5, TILED),
