@@ -91,6 +91,8 @@ class KvView:
         }
         if self.format == KV_INT8:
             sizes["scale_offset"] = 2 * self.kv_heads * self.block_size * 2
+        if not 0 < self.block_bytes < 1 << 31:
+            raise ValueError(f"KvView.block_bytes must be in 1..2^31 - 1, got {self.block_bytes}")
         if self.block_bytes % _ALIGNMENT or storage.data_ptr() % _ALIGNMENT:
             raise ValueError(
                 f"KvView.storage's address and block_bytes must be multiples of {_ALIGNMENT}, got "
@@ -164,8 +166,8 @@ def partitions(max_context: int, partition: int) -> int:
 def partition_for(rows: int, kv_heads: int, max_context: int, sm_count: int) -> int:
     """Tokens a partition, for a bucket of ``rows`` rows of up to ``max_context`` tokens.
 
-    As many partitions as keep every multiprocessor busy once, but not so short that merging them
-    costs more than it saves. A function of its arguments only: equal buckets sum in equal order.
+    As many partitions as the card holds CTAs at once, but not so many that merging them costs
+    more than it saves. A function of its arguments only: equal buckets sum in equal order.
     """
     for name, value in (
         ("rows", rows),
@@ -176,13 +178,23 @@ def partition_for(rows: int, kv_heads: int, max_context: int, sm_count: int) -> 
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     wanted = max(1, _CTAS_PER_SM * sm_count // (rows * kv_heads))
-    tokens = max(_PARTITION_MIN, -(-max_context // wanted), -(-max_context // PARTITIONS_MAX))
+    tokens = max(
+        -(-max_context // wanted),
+        math.isqrt(_MERGE_TOKENS * max_context),
+        -(-max_context // PARTITIONS_MAX),
+    )
     return -(-tokens // _PARTITION_STEP) * _PARTITION_STEP
 
 
-_CTAS_PER_SM: Final = 4
-_PARTITION_MIN: Final = 64
+_CTAS_PER_SM: Final = 3
+"""CTAs that a multiprocessor holds at once, whatever the format: one wave, no stragglers."""
+
+_MERGE_TOKENS: Final = 8
+"""Merging a partition takes a CTA about as long as attending to so many tokens, so of ``n`` tokens
+``sqrt(8 n)`` a partition cost least when multiprocessors abound."""
+
 _PARTITION_STEP: Final = 64
+"""A tile for each warp of a CTA."""
 
 
 def paged_decode(
