@@ -59,19 +59,27 @@ DEV uint4 load_or_zero(const __half* p, bool valid) {
   return valid ? __ldg(reinterpret_cast<const uint4*>(p)) : zero;
 }
 
-// What row m of X multiplies: rstd[COLUMNS] of the rows from m0, added up in a fixed order.
+// What row m of X multiplies: rstd[COLUMNS] of the rows from m0, each added up in a fixed order. A
+// warp takes several rows at once, so that their loads overlap.
 template <int COLUMNS, int WARPS>
 DEV void row_scales(const Finish& f, float* rstd, i32 m0, i32 M, i32 K) {
+  constexpr int EACH = (COLUMNS + WARPS - 1) / WARPS, BATCH = EACH < 4 ? EACH : 4;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int column = warp; column < COLUMNS; column += WARPS) {
-    float scale = 1.f;
-    if (f.sumsq && m0 + column < M) {
-      const float* p = f.sumsq + static_cast<i64>(m0 + column) * f.partials;
-      float s = 0.f;
-      for (int i = lane; i < f.partials; i += 32) s += p[i];
-      scale = rsqrtf(warp_sum(s) / K + f.eps);
+  for (int first = warp; first < COLUMNS; first += BATCH * WARPS) {
+    float s[BATCH] = {};
+    if (f.sumsq && m0 + first < M)
+#pragma unroll 4
+      for (int i = lane; i < f.partials; i += 32)
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+          const int m = m0 + first + b * WARPS;
+          if (m < M) s[b] += f.sumsq[static_cast<i64>(m) * f.partials + i];
+        }
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      const float scale = f.sumsq ? rsqrtf(warp_sum(s[b]) / K + f.eps) : 1.f;
+      if (lane == 0 && first + b * WARPS < COLUMNS) rstd[first + b * WARPS] = scale;
     }
-    if (lane == 0) rstd[column] = scale;
   }
 }
 
