@@ -340,6 +340,31 @@ def simulate(
         raise typer.Exit(run(seeds=seeds, start=start, jobs=jobs, trace=trace))
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help=MODEL_HELP, show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
+    weights: Annotated[
+        str, typer.Option(help="Format of the weights.", autocompletion=one_of("w4a16"))
+    ] = "w4a16",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Weights that share a scale: 32, 64 or 128; default: the most that fits.",
+            autocompletion=one_of("32", "64", "128"),
+        ),
+    ] = None,
+) -> None:
+    """Write a model with 4-bit weights, rounded to nearest, from a 16-bit or GGUF one."""
+    with plain_errors():
+        from deepinfer.deploy.convert import run_convert
+
+        for line in run_convert(
+            source=source, target=target, weights=weights, group_size=group_size, console=err
+        ):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 @model.command("get")
 def model_get(
     name: Annotated[

@@ -32,6 +32,8 @@ _NAME: Final = re.compile(
 _PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _CONFIG_FILES: Final = (
     "config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

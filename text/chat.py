@@ -42,6 +42,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error}") from error
         self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
         self._variables = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
     def render(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from deepinfer.text.chat import ChatTemplate, check_messages
 from deepinfer.text.detokenizer import Detokenizer
@@ -130,6 +131,19 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary writes it, or None if it has none."""
         return self._backend.token_to_id(token)
+
+    def to_json(self) -> str:
+        """Vocabulary and rules as the text of a ``tokenizer.json``, ``prefix_ids`` among them."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        if self.prefix_ids or self.suffix_ids:
+            around = [
+                [f"{self.token(i)}:0" for i in ids] for ids in (self.prefix_ids, self.suffix_ids)
+            ]
+            backend.post_processor = TemplateProcessing(
+                single=[*around[0], "$A:0", *around[1]],
+                special_tokens=[(self.token(i), i) for i in {*self.prefix_ids, *self.suffix_ids}],
+            )
+        return backend.to_str(pretty=True)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text: not always whole characters.
