@@ -234,7 +234,10 @@ def device_target() -> str:
         return forced
     wanted = capability[0] * 10 + capability[1]
     newest = max(_supported_archs())
-    return f"sm_{wanted}" if wanted in _supported_archs() else f"compute_{min(wanted, newest)}"
+    if wanted not in _supported_archs():
+        return f"compute_{min(wanted, newest)}"
+    # sm_90a is sm_90 with Hopper's warpgroup products.
+    return "sm_90a" if wanted == 90 else f"sm_{wanted}"
 
 
 def cache_directory() -> Path:

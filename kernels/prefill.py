@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from deepinfer.kernels.attention import (
     KV_K16V8,
     KvView,
 )
-from deepinfer.kernels.compiler import KernelSpec, launch
+from deepinfer.kernels.compiler import KernelSpec, device_target, launch
 
 TILE_TOKENS: Final = 64
 """Tokens of a K or V tile (``TILE`` in ``prefill_attention.cu``)."""
@@ -29,6 +30,11 @@ TILE_TOKENS: Final = 64
 TILE_ROWS: Final = (64, 128)
 """Packed rows (tokens times heads of a group) that a CTA may compute."""
 
+HOPPER_HEAD_DIMS: Final = (64, 128)
+"""Head dimensions of the kernel for Hopper's warpgroup products."""
+
+_HOPPER_TILE: Final = 128
+_HOPPER_TARGET: Final = "sm_90a"
 _THREADS: Final = 128
 _ALIGNMENT: Final = 16
 _TILES_MAX: Final = 65535
@@ -129,6 +135,7 @@ def paged_prefill(
     block_tables: Tensor,
     *,
     scale: float,
+    hopper: bool | None = None,
 ) -> None:
     """``out = softmax(q K^T * scale) V`` of every span, causal, over the paged cache.
 
@@ -138,12 +145,27 @@ def paged_prefill(
     belong to no span keep their contents. Query head ``h`` reads KV head ``h // group``.
     Specification: ``reference_prefill.paged_prefill``.
 
-    Raises ValueError naming the argument.
+    On a compute capability 9.0 card, plans of 128 rows over an FP16 pool run a kernel of their own
+    unless ``hopper`` is False; True asks for it anywhere. Raises ValueError naming the argument.
     """
     _check(out, q, kv, spans, block_tables)
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    spec = prefill_spec(kv.format, kv.head_dim, spans.tile_rows)
+    fits = (
+        kv.format == KV_FP16 and kv.head_dim in HOPPER_HEAD_DIMS and spans.tile_rows == _HOPPER_TILE
+    )
+    if hopper and not fits:
+        raise ValueError(
+            f"hopper: there is no such kernel for KV format {kv.format}, head_dim {kv.head_dim} "
+            f"and tile_rows {spans.tile_rows}"
+        )
+    if hopper is None:
+        hopper = fits and _is_hopper(out.device)
+    spec = (
+        hopper_spec(kv.head_dim)
+        if hopper
+        else prefill_spec(kv.format, kv.head_dim, spans.tile_rows)
+    )
     args = (
         out,
         q,
@@ -152,7 +174,7 @@ def paged_prefill(
         np.int64(kv.block_bytes),
         np.int64(kv.k_offset),
         np.int64(kv.v_offset),
-        np.int64(kv.scale_offset),
+        *(() if hopper else (np.int64(kv.scale_offset),)),
         np.int32(kv.block_size.bit_length() - 1),
         np.int32(kv.kv_heads),
         np.int32(spans.group),
@@ -184,6 +206,23 @@ def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
         _THREADS,
         shared,
     )
+
+
+def hopper_spec(head_dim: int) -> KernelSpec:
+    """The instance for an FP16 pool on Hopper; it compiles for ``sm_90a`` alone."""
+    # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, block ids.
+    shared = (_HOPPER_TILE + 4 * 128) * head_dim * 2 + 128
+    return KernelSpec("prefill_hopper.cu", f"paged_prefill_hopper<{head_dim}>", 256, shared)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and device_target() == _HOPPER_TARGET
+
+
+def hopper_specs() -> Iterator[KernelSpec]:
+    """What this module may launch besides ``specs()`` where kernels are compiled for sm_90a."""
+    yield from (hopper_spec(head_dim) for head_dim in HOPPER_HEAD_DIMS)
 
 
 def specs() -> Iterator[KernelSpec]:

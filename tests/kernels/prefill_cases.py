@@ -99,13 +99,16 @@ class Case:
             word = torch.int16 if pages.dtype == torch.float16 else torch.uint8
             pages.view(word)[block, :, offset] = values.to(pages.dtype).view(word)
 
-    def run(self, tile_rows: int, spans: list[PrefillSpan] | None = None) -> Tensor:
+    def run(
+        self, tile_rows: int, spans: list[PrefillSpan] | None = None, *, hopper: bool = False
+    ) -> Tensor:
         """What the kernel makes of it."""
         out = torch.full(self.q.shape, UNTOUCHED, dtype=torch.float16, device=self.device)
         plan = plan_prefill(
             spans or self.spans, group=self.group, tile_rows=tile_rows, device=self.device
         )
-        paged_prefill(out, self.q, self.view, plan, self.tables, scale=self.head_dim**-0.5)
+        scale = self.head_dim**-0.5
+        paged_prefill(out, self.q, self.view, plan, self.tables, scale=scale, hopper=hopper)
         return out
 
     def expected(self) -> Tensor:

@@ -37,13 +37,14 @@ EMULATED = [
 def emulated() -> Iterator[None]:
     if COMPILER is None:
         pytest.skip("needs g++")
-    with emulator(prefill_spec(*instance) for instance in EMULATED):
+    specs = [*(prefill_spec(*instance) for instance in EMULATED), *prefill.hopper_specs()]
+    with emulator(specs):
         yield
 
 
-def check(case: Case, tile_rows: int) -> None:
+def check(case: Case, tile_rows: int, *, hopper: bool = False) -> None:
     expected = case.expected()
-    cosine, error = case.errors(case.run(tile_rows), expected)
+    cosine, error = case.errors(case.run(tile_rows, hopper=hopper), expected)
     assert cosine >= 0.999999
     assert error <= max(0.001, float(expected[1:-1].abs().max()) * 2.0**-10)
 
@@ -87,6 +88,22 @@ def test_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
         PrefillSpan(1 + first, rows, first, 0) for first, rows in ((0, 41), (41, 1), (42, 108))
     ]
     assert torch.equal(case.run(64, chunks), whole)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "parts"),
+    [
+        (128, 8, 16, ((37, 18), (0, 3), (300, 2), (500, 20))),
+        (64, 3, 32, ((0, 150),)),
+        (64, 1, 16, ((11, 200), (127, 2))),
+    ],
+)
+def test_hopper(
+    head_dim: int, group: int, block_size: int, parts: tuple[tuple[int, int], ...]
+) -> None:
+    case = Case("fp16", head_dim, 2, group, block_size, parts, gain=4.0)
+    check(case, 128, hopper=True)
 
 
 def test_plan_puts_the_longest_tiles_first_and_covers_every_row() -> None:
@@ -139,6 +156,14 @@ def test_arguments_are_checked_by_name() -> None:
     refused("at least 1 rows and 2 columns", tables=case.tables[:, :1])
     with pytest.raises(ValueError, match="scale must be positive"):
         paged_prefill(out, case.q, case.view, plan, case.tables, scale=0.0)
+
+
+def test_hopper_kernel_is_for_what_it_was_made() -> None:
+    case = Case("fp8")
+    plan = plan_prefill(case.spans, group=8, tile_rows=128)
+    out = torch.empty(case.q.shape, dtype=torch.float16)
+    with pytest.raises(ValueError, match="no such kernel for KV format 2"):
+        paged_prefill(out, case.q, case.view, plan, case.tables, scale=1.0, hopper=True)
 
 
 def test_specs_are_distinct_and_fit_sm86() -> None:
