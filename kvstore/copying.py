@@ -59,18 +59,6 @@ def chunks(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memor
         yield pieces
 
 
-def split(views: Sequence[memoryview], at: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The views of the first ``at`` bytes, and those of the rest."""
-    before: list[memoryview] = []
-    behind: list[memoryview] = []
-    for view in views:
-        count = max(0, min(len(view), at))
-        at -= count
-        before += [view[:count]] if count else []
-        behind += [view[count:]] if count < len(view) else []
-    return before, behind
-
-
 def byte_views(name: str, views: Sequence[memoryview], total_bytes: int) -> list[memoryview]:
     """The views as bytes. Raises ValueError unless contiguous and ``total_bytes`` in total."""
     for index, view in enumerate(views):

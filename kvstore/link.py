@@ -8,40 +8,26 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
 
 from deepinfer.kvstore import wire
-from deepinfer.kvstore.copying import SpreadWriter, byte_views, copy, split
+from deepinfer.kvstore.copier import SHARE_BYTES, CopyOut, copy_in
+from deepinfer.kvstore.copying import byte_views
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreReply, StoreStatus
-from deepinfer.kvstore.frames import FrameSocket
-from deepinfer.kvstore.hashing import GroupHasher, Groups, payload_hash
+from deepinfer.kvstore.frames import FrameSocket, Rest
 from deepinfer.kvstore.host_pool import PageMap, Slab
 from deepinfer.kvstore.local import VERSION
-from deepinfer.kvstore.transfers import (
-    STEP_BYTES,
-    Into,
-    OnMap,
-    Outcome,
-    Source,
-    Stopped,
-    fill_step,
-    in_thread,
-)
+from deepinfer.kvstore.transfers import Into, OnMap, Outcome, Source, Stopped, in_thread
 
 _log = logging.getLogger(__name__)
 
-WRITTEN_BYTES = 4 << 20
-"""A writer tells the store how far it has come after about as much."""
-SPLIT_BYTES = 8 << 20
-"""What comes out of the store is copied in two threads when each gets this much or more; with less,
-to start the second takes what it saves."""
 INLINE_BYTES = 1 << 20
 """Up to here what lies in host memory is copied and hashed in the event loop, in about 0.1 ms: to
 hand it to a thread and back takes the loop as long."""
@@ -61,6 +47,8 @@ class LocalLink:
         self.incarnation = Incarnation(welcome["incarnation"])
         self._map = PageMap(welcome["page_bytes"], welcome["slab_pages"])
         self._slab_bytes: int = welcome["slab_bytes"]
+        self._slab_fds: list[int] = []
+        """Of a slab that has come and is about to be mapped."""
         self._unmap: list[Callable[[], None] | None] = []
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._called = 0
@@ -132,30 +120,31 @@ class LocalLink:
         put = wire.put_from_list(granted["hold"])
         stop = self._stops[put]
         self._copies += 1
-        try:
-            loop = asyncio.get_running_loop()
+        with self._calling() as (call, answer):
+            finish: dict[str, object] = {"op": "finish_put", "put": [*put], "call": call}
 
             def written(count: int) -> None:
-                said: dict[str, object] = {"op": "written", "put": [*put], "bytes": count}
-                said["group_bytes"] = draft.group_bytes
-                loop.call_soon_threadsafe(self._frames.send_hint, said)
+                said = {"op": "written", "put": [*put], "bytes": count}
+                self._frames.send_now({**said, "group_bytes": draft.group_bytes})
 
-            manifest = await in_thread(
-                self._executor,
-                stop,
-                lambda: self._write(granted["pages"], draft, source, stop, written),
-            )
-        except BaseException as error:
+            def write() -> tuple[Manifest, bool]:
+                manifest = copy_in(self._map, granted["pages"], draft, source, stop, written)
+                finish["manifest"] = wire.manifest_to_bytes(manifest)
+                # From here: before the loop has heard that the copy is done, the store has.
+                return manifest, self._frames.send_now(finish)
+
+            try:
+                manifest, sent = await in_thread(self._executor, stop, write)
+            except BaseException as error:
+                self._copy_done(put)
+                await self.acknowledge(put)
+                if isinstance(error, Stopped):
+                    return Outcome(StoreStatus.SEALED, None, "revoked by the store")
+                raise
             self._copy_done(put)
-            await self.acknowledge(put)
-            if isinstance(error, Stopped):
-                return Outcome(StoreStatus.SEALED, None, "revoked by the store")
-            raise
-        self._copy_done(put)
-        finished = await self._call(
-            {"op": "finish_put", "put": [*put], "manifest": wire.manifest_to_bytes(manifest)},
-            unless_sent=put,
-        )
+            if not sent:
+                await self._send(finish, unless_sent=put)
+            finished = await answer
         status = wire.status_from_proto(finished["status"])
         return Outcome(status, manifest, str(finished["detail"]))
 
@@ -187,111 +176,24 @@ class LocalLink:
             if buffers is None:
                 return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
             views = byte_views("into", buffers, manifest.payload_bytes)
+            copying = CopyOut(self._map, granted["pages"], manifest, views, stop)
             if manifest.payload_bytes <= INLINE_BYTES:
-                good = self._copy_out(granted["pages"], manifest, views, stop)
+                copying.some()
+            elif manifest.payload_bytes < SHARE_BYTES:
+                await in_thread(self._executor, stop, copying.some)
             else:
-                good = await in_thread(
-                    self._executor,
-                    stop,
-                    lambda: self._copy_out(granted["pages"], manifest, views, stop),
-                )
+                # Both from here: the loop is about to leave its processor to one of them.
+                other = self._executor.submit(copying.some)
+                await in_thread(self._executor, stop, lambda: copying.rest(other))
         except ManifestError as error:
             return Outcome(StoreStatus.BAD_PAYLOAD, None, str(error))
         finally:
             self._copy_done(None)
             with contextlib.suppress(OSError):
                 await self._frames.send({"op": "end_get", "read": [*read]})
-        if good:
+        if copying.good:
             return Outcome(StoreStatus.OK, manifest, "")
         return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "the copied bytes have another hash")
-
-    # ---- in a thread ----
-
-    def _write(
-        self,
-        pages: list[int],
-        draft: Manifest,
-        source: Source,
-        stop: threading.Event,
-        written: Callable[[int], None],
-    ) -> Manifest:
-        hasher = GroupHasher(draft)
-        said = 0
-        if callable(source):
-            block = 0
-            step = fill_step(draft)
-            for run in self._map.runs(pages):
-                for begin in range(0, len(run), step):
-                    if stop.is_set():
-                        raise Stopped
-                    buffer = run[begin : begin + step]
-                    source(block, buffer)
-                    hasher.update(buffer)
-                    block += len(buffer) // draft.block_bytes
-                    said = _tell(written, said, hasher.hashed_bytes, draft.payload_bytes)
-            return hasher.fill_in(draft)
-        for page, view in zip(pages, source, strict=True):
-            if stop.is_set():
-                raise Stopped
-            copy(self._map.page(page), view)
-            hasher.update(view)
-            said = _tell(written, said, hasher.hashed_bytes, draft.payload_bytes)
-        return hasher.fill_in(draft)
-
-    def _copy_out(
-        self,
-        pages: list[int],
-        manifest: Manifest,
-        views: Sequence[memoryview],
-        stop: threading.Event,
-    ) -> bool:
-        """Copy and check; a long payload's second half in another thread, if one is free."""
-        hashes, size = manifest.group_hashes, manifest.payload_bytes
-        if payload_hash(manifest) != manifest.payload_hash:
-            return False
-        if size < 2 * SPLIT_BYTES:
-            return self._copy_groups(pages, manifest, hashes, views, stop)
-        groups = -(-len(hashes) // 2)
-        blocks = groups * manifest.group_blocks
-        before, behind = split(views, blocks * manifest.block_bytes)
-        other = self._executor.submit(
-            self._copy_groups, pages[blocks:], manifest, hashes[groups:], behind, stop
-        )
-        try:
-            good = self._copy_groups(pages[:blocks], manifest, hashes[:groups], before, stop)
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            untouched = other.cancel()
-            if not untouched:
-                wait([other])
-        if untouched:
-            return good and self._copy_groups(
-                pages[blocks:], manifest, hashes[groups:], behind, stop
-            )
-        return other.result() and good
-
-    def _copy_groups(
-        self,
-        pages: list[int],
-        manifest: Manifest,
-        hashes: tuple[int, ...],
-        views: Sequence[memoryview],
-        stop: threading.Event,
-    ) -> bool:
-        """Copy those groups of the manifest whose hashes are given, and check them."""
-        size = sum(len(view) for view in views)
-        writer, hasher = SpreadWriter(views), GroupHasher(Groups(size, manifest.group_bytes))
-        for run in self._map.runs(pages):
-            for begin in range(0, len(run), STEP_BYTES):
-                if stop.is_set():
-                    raise Stopped
-                for part in writer.write(run[begin : begin + STEP_BYTES]):
-                    hasher.update(part)
-                if tuple(hasher.hashes) != hashes[: len(hasher.hashes)]:
-                    return False
-        return tuple(hasher.hashes) == hashes
 
     def _adopt(self, fd: int) -> None:
         slab = Slab.adopt(fd, self._slab_bytes)
@@ -315,55 +217,53 @@ class LocalLink:
 
     # ---- the connection ----
 
-    async def _call(
-        self, frame: dict[str, object], *, unless_sent: PutId | None = None
-    ) -> dict[str, Any]:
-        """Send a frame and wait for its answer. Raises ConnectionError when the link is gone.
-
-        ``unless_sent``: the put to acknowledge later if the frame did not go out.
-        """
-        if not self.alive:
-            if unless_sent is not None:
-                self.unacknowledged.append(unless_sent)
-            raise ConnectionAbortedError("the store hung up")
-        self._called += 1
-        call = self._called
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._calls[call] = answer
-        try:
-            try:
-                await self._frames.send({**frame, "call": call})
-            except BaseException as error:
-                if unless_sent is not None:
-                    self.unacknowledged.append(unless_sent)
-                if isinstance(error, OSError):
-                    raise ConnectionAbortedError(str(error)) from error
-                raise
+    async def _call(self, frame: dict[str, object]) -> dict[str, Any]:
+        """Send a frame and wait for its answer. Raises ConnectionError when the link is gone."""
+        with self._calling() as (call, answer):
+            await self._send({**frame, "call": call})
             try:
                 return await answer
             except asyncio.CancelledError:
                 if answer.done() and not answer.cancelled() and answer.exception() is None:
                     await self._give_back(answer.result())
                 raise
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[tuple[int, asyncio.Future[dict[str, Any]]]]:
+        """A call's number and its answer, for as long as somebody waits for it.
+
+        Raises ConnectionError when the link is gone.
+        """
+        self._called += 1
+        call = self._called
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        try:
+            yield call, answer
         finally:
             del self._calls[call]
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # has been seen, if only here
+
+    async def _send(self, frame: dict[str, object], *, unless_sent: PutId | None = None) -> None:
+        """Send a frame. Raises ConnectionError when the link is gone.
+
+        ``unless_sent``: the put to acknowledge later if the frame did not go out.
+        """
+        try:
+            if not self.alive:
+                raise ConnectionAbortedError("the store hung up")
+            await self._frames.send(frame)
+        except BaseException as error:
+            if unless_sent is not None:
+                self.unacknowledged.append(unless_sent)
+            if isinstance(error, OSError):
+                raise ConnectionAbortedError(str(error)) from error
+            raise
 
     async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            while (received := await self._frames.receive()) is not None:
-                frame, fds = received
-                match frame["op"]:
-                    case "slab" if len(fds) == 1:
-                        await loop.run_in_executor(self._executor, self._adopt, fds.pop())
-                    case "granted" | "finished" | "committed":
-                        self._answered(frame)
-                    case "revoke":
-                        put = wire.put_from_list(frame.get("put"))
-                        if put in self._stops:
-                            self._stops[put].set()
-                for fd in fds:
-                    os.close(fd)
+            await self._frames.serve(self._take_in)
         except Exception:  # noqa: BLE001 - also what on_map raises; who waits hears of it below
             _log.exception("the link to store %s ends", self.store)
         finally:
@@ -374,7 +274,28 @@ class LocalLink:
             for stop in self._stops.values():
                 stop.set()
             self._frames.close()
+            for fd in self._slab_fds:
+                os.close(fd)
             self._unmap_if_idle()
+
+    def _take_in(self, frame: dict[str, Any], fds: list[int]) -> Rest | None:
+        match frame["op"]:
+            case "slab" if len(fds) == 1:
+                self._slab_fds.append(fds[0])
+                return self._adopt_next()
+            case "granted" | "finished" | "committed":
+                self._answered(frame)
+            case "revoke":
+                put = wire.put_from_list(frame.get("put"))
+                if put in self._stops:
+                    self._stops[put].set()
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    async def _adopt_next(self) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._adopt, self._slab_fds.pop())
 
     def _answered(self, frame: dict[str, Any]) -> None:
         answer = self._calls.get(frame.get("call", 0))
@@ -413,11 +334,3 @@ class LocalLink:
         if self._copies == 0 and not self._unmapped.is_set():
             self._unmap_all()
             self._unmapped.set()
-
-
-def _tell(written: Callable[[int], None], said: int, count: int, total: int) -> int:
-    """Say that ``count`` bytes are written, if that is enough news; return what was said last."""
-    if count - said < WRITTEN_BYTES or count == total:  # the end is ``finish_put``'s to say
-        return said
-    written(count)
-    return count

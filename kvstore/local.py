@@ -42,9 +42,9 @@ from deepinfer.kvstore.core.events import (
     WriterGone,
 )
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerId, WorkerRef
-from deepinfer.kvstore.core.manifest import ManifestError
+from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
-from deepinfer.kvstore.frames import FrameError, FrameSocket
+from deepinfer.kvstore.frames import FrameError, FrameSocket, Rest
 from deepinfer.kvstore.hashing import Follower, Groups
 from deepinfer.kvstore.runtime import VERIFY_INLINE_BYTES, StoreRuntime
 
@@ -59,10 +59,14 @@ _UCRED = struct.Struct("3i")
 class _Put:
     """One put under way."""
 
-    def __init__(self, grant: PutGrant) -> None:
-        self.grant = grant
+    grant: PutGrant
+
+    def __init__(self) -> None:
         self.follower: Follower | None = None
         """From the first ``written`` on."""
+        self.granted = False
+        """Its writer has been told of its pages, or is being told."""
+        self.revoked = False
 
 
 class _Peer:
@@ -132,11 +136,7 @@ class LocalServer:
             async with asyncio.timeout(_HELLO_S):
                 connection = await self._greet(frames)
             if connection is not None:
-                while (received := await frames.receive()) is not None:
-                    frame, fds = received
-                    for fd in fds:  # none are expected
-                        os.close(fd)
-                    await self._handle(connection, frame)
+                await frames.serve(partial(self._handle, connection))
         except (OSError, TimeoutError, wire.WireError) as error:
             _log.warning("a same-node connection ends: %r", error)
         finally:
@@ -212,22 +212,21 @@ class LocalServer:
 
     # ---- what it wants ----
 
-    async def _handle(self, connection: _Connection, frame: dict[str, Any]) -> None:
-        """Act on one frame; what has to wait for more than its answer's way out goes on in a task.
+    def _handle(
+        self, connection: _Connection, frame: dict[str, Any], fds: list[int]
+    ) -> Rest | None:
+        """Act on one frame; return its answer's way out if it does not get out at once.
 
-        Raises WireError; OSError when the answer does not get out.
+        What has to wait for more than that goes on in a task. Raises WireError.
         """
+        for fd in fds:  # none are expected
+            os.close(fd)
         match frame["op"]:
             case "begin_put":
                 ticket = wire.ticket_from_list(frame.get("ticket"))
                 size, call = _count(frame, "payload_bytes"), _count(frame, "call")
-                body = BeginPut(
-                    ticket, connection.peer.ref, size, True, self._runtime.core.incarnation
-                )
-                if self._runtime.mapped:
-                    await self._begin_put(connection, call, body)
-                else:
-                    self._spawn(connection, partial(self._begin_put, connection, call, body))
+                writer, life = connection.peer.ref, self._runtime.core.incarnation
+                return self._begin_put(connection, call, BeginPut(ticket, writer, size, True, life))
             case "written":
                 self._written(connection.peer, frame)
             case "finish_put":
@@ -235,24 +234,18 @@ class LocalServer:
                 raw = frame.get("manifest")
                 if type(raw) is not bytes:
                     raise wire.WireError("manifest", type(raw).__name__, "bytes")
-                call = _count(frame, "call")
-                found = connection.peer.puts.pop(put, None)
-                finish = partial(self._finish_put, connection, call, found, raw)
-                if found is None or self._left_bytes(found) <= VERIFY_INLINE_BYTES:
-                    await finish()
-                else:
-                    self._spawn(connection, finish)
+                return self._finish_put(connection, _count(frame, "call"), put, raw)
             case "abort_put":
                 put = wire.put_from_list(frame.get("put"))
                 if connection.peer.puts.pop(put, None) is not None:
                     self._runtime.abort_put(put)
             case "commit":
                 ticket, call = wire.ticket_from_list(frame.get("ticket")), _count(frame, "call")
-                await self._commit(connection, call, ticket)
+                return self._commit(connection, call, ticket)
             case "begin_get":
                 ticket = wire.ticket_from_list(frame.get("ticket"))
                 call = _count(frame, "call")
-                await self._begin_get(connection, call, BeginGet(ticket))
+                return self._begin_get(connection, call, BeginGet(ticket))
             case "end_get":
                 read = wire.read_from_list(frame.get("read"))
                 if read in connection.reads:
@@ -260,6 +253,12 @@ class LocalServer:
                     self._runtime.end_get(read)
             case op:
                 raise FrameError(f"unknown op {op!r}")
+        return None
+
+    def _answer(self, connection: _Connection, frame: dict[str, object]) -> Rest | None:
+        if connection.frames.send_now(frame):
+            return None
+        return connection.frames.send(frame)
 
     def _spawn(self, connection: _Connection, work: Callable[[], Awaitable[None]]) -> None:
         task = asyncio.create_task(self._guarded(connection, work))
@@ -274,40 +273,60 @@ class LocalServer:
             with contextlib.suppress(OSError):
                 connection.frames.sock.shutdown(socket.SHUT_RDWR)
 
-    async def _begin_put(self, connection: _Connection, call: int, body: BeginPut) -> None:
-        peer = connection.peer
-        revoked = False
+    def _begin_put(self, connection: _Connection, call: int, body: BeginPut) -> Rest | None:
+        put = _Put()
+        put.grant = self._runtime.grant_put(body, partial(self._revoke, connection, put))
+        if put.grant.put is None or self._runtime.mapped:
+            return self._granted(connection, call, put)
+        self._spawn(connection, partial(self._map_and_grant, connection, call, put))
+        return None
 
-        def revoke() -> None:
-            nonlocal revoked
-            revoked = True
-            if grant is not None and grant.put is not None:
-                frame: dict[str, object] = {"op": "revoke", "put": [*grant.put]}
-                self._spawn(connection, partial(connection.frames.send, frame))
+    def _revoke(self, connection: _Connection, put: _Put) -> None:
+        put.revoked = True
+        if put.granted:
+            self._spawn(connection, partial(self._send_revoke, connection, put))
 
-        grant: PutGrant | None = None
-        grant = await self._runtime.begin_put(body, revoke)
-        if grant.put is not None:
-            # From the moment the pages' numbers are on their way they are the writer's.
-            peer.puts[grant.put] = _Put(grant)
+    async def _send_revoke(self, connection: _Connection, put: _Put) -> None:
+        assert put.grant.put is not None
+        await connection.frames.send({"op": "revoke", "put": [*put.grant.put]})
+
+    async def _map_and_grant(self, connection: _Connection, call: int, put: _Put) -> None:
+        put.grant = await self._runtime.map_granted(put.grant)
+        rest = self._granted(connection, call, put)
+        if rest is not None:
+            await rest
+
+    def _granted(self, connection: _Connection, call: int, put: _Put) -> Rest | None:
+        grant = put.grant
+        frame: dict[str, object] = {
+            "op": "granted",
+            "call": call,
+            "status": grant.status.value,
+            "hold": None if grant.put is None else [*grant.put],
+            "pages": [*grant.pages],
+        }
+        if grant.put is None:
+            return self._answer(connection, frame)
+        # From the moment the pages' numbers are on their way they are the writer's.
+        connection.peer.puts[grant.put] = put
+        put.granted = True
+        if not put.revoked and self._slabs_known(connection) and connection.frames.send_now(frame):
+            return None
+        return self._send_grant(connection, put, frame)
+
+    async def _send_grant(
+        self, connection: _Connection, put: _Put, frame: dict[str, object]
+    ) -> None:
         try:
-            await self._send_slabs(connection)
-            await connection.frames.send(
-                {
-                    "op": "granted",
-                    "call": call,
-                    "status": grant.status.value,
-                    "hold": None if grant.put is None else [*grant.put],
-                    "pages": [*grant.pages],
-                }
-            )
+            await self._send_behind_slabs(connection, frame)
         except BaseException:
             # A frame that was not sent whole was not read: the writer has no pages.
-            if grant.put is not None and peer.puts.pop(grant.put, None) is not None:
-                self._runtime.abort_put(grant.put)
+            held = put.grant.put
+            if held is not None and connection.peer.puts.pop(held, None) is not None:
+                self._runtime.abort_put(held)
             raise
-        if revoked and grant.put is not None:
-            await connection.frames.send({"op": "revoke", "put": [*grant.put]})
+        if put.revoked:  # perhaps before its writer knew of it
+            await self._send_revoke(connection, put)
 
     def _written(self, peer: _Peer, frame: dict[str, Any]) -> None:
         put = peer.puts.get(wire.put_from_list(frame.get("put")))
@@ -327,75 +346,105 @@ class LocalServer:
         runs = list(self._runtime.pool.runs(grant.pages))
         return Follower(runs, Groups(sum(map(len, runs)), group_bytes))
 
-    def _left_bytes(self, put: _Put) -> int:
-        if put.follower is None:
-            return len(put.grant.pages) * self._runtime.pool.page_bytes
-        return put.follower.left_bytes
-
-    async def _finish_put(
-        self, connection: _Connection, call: int, put: _Put | None, raw: bytes
-    ) -> None:
-        if put is None:
-            status, detail = StoreStatus.NOT_YOURS, "no such put"
-        else:
-            assert put.grant.put is not None
-            try:
-                status, detail = await self._check_put(put, raw)
-            except BaseException:
-                self._runtime.abort_put(put.grant.put)  # its writer has said that it is through
-                raise
-        await connection.frames.send(
-            {"op": "finished", "call": call, "status": status.value, "detail": detail}
-        )
-
-    async def _check_put(self, put: _Put, raw: bytes) -> tuple[StoreStatus, str]:
-        grant = put.grant
+    def _finish_put(
+        self, connection: _Connection, call: int, put: PutId, raw: bytes
+    ) -> Rest | None:
+        found = connection.peer.puts.pop(put, None)
+        if found is None:
+            return self._finished(connection, call, StoreStatus.NOT_YOURS, "no such put")
         try:
             manifest = wire.manifest_from_bytes(raw)
         except ManifestError as error:
-            assert grant.put is not None
-            self._runtime.abort_put(grant.put)
-            return StoreStatus.BAD_PAYLOAD, str(error)
-        follower = put.follower or self._follow(grant, manifest.group_bytes)
-        size = follower.groups.payload_bytes
-        good = await self._runtime.verify(manifest, follower)
-        detail = "" if good else "length or hash differs from the manifest's"
-        return self._runtime.finish_put(grant, manifest, size, good).status, detail
+            self._runtime.abort_put(put)
+            return self._finished(connection, call, StoreStatus.BAD_PAYLOAD, str(error))
+        follower = found.follower or self._follow(found.grant, manifest.group_bytes)
+        if follower.left_bytes > VERIFY_INLINE_BYTES:
+            verify = partial(self._verify, connection, call, found.grant, manifest, follower)
+            self._spawn(connection, verify)
+            return None
+        good = follower.matches(manifest)
+        return self._verified(connection, call, found.grant, manifest, follower, good)
 
-    async def _commit(self, connection: _Connection, call: int, ticket: Ticket) -> None:
+    async def _verify(
+        self,
+        connection: _Connection,
+        call: int,
+        grant: PutGrant,
+        manifest: Manifest,
+        follower: Follower,
+    ) -> None:
+        try:
+            good = await self._runtime.verify(manifest, follower)
+        except BaseException:
+            assert grant.put is not None
+            self._runtime.abort_put(grant.put)  # its writer has said that it is through
+            raise
+        rest = self._verified(connection, call, grant, manifest, follower, good)
+        if rest is not None:
+            await rest
+
+    def _verified(
+        self,
+        connection: _Connection,
+        call: int,
+        grant: PutGrant,
+        manifest: Manifest,
+        follower: Follower,
+        good: bool,
+    ) -> Rest | None:
+        detail = "" if good else "length or hash differs from the manifest's"
+        size = follower.groups.payload_bytes
+        status = self._runtime.finish_put(grant, manifest, size, good).status
+        return self._finished(connection, call, status, detail)
+
+    def _finished(
+        self, connection: _Connection, call: int, status: StoreStatus, detail: str
+    ) -> Rest | None:
+        return self._answer(
+            connection, {"op": "finished", "call": call, "status": status.value, "detail": detail}
+        )
+
+    def _commit(self, connection: _Connection, call: int, ticket: Ticket) -> Rest | None:
         body = Commit(ticket, connection.peer.ref, self._runtime.core.incarnation)
         reply = self._runtime.control(body)
-        await connection.frames.send(
+        return self._answer(
+            connection,
             {
                 "op": "committed",
                 "call": call,
                 "status": reply.status.value,
                 "used_bytes": reply.used_bytes,
                 "budget_bytes": reply.budget_bytes,
-            }
+            },
         )
 
-    async def _begin_get(self, connection: _Connection, call: int, body: BeginGet) -> None:
+    def _begin_get(self, connection: _Connection, call: int, body: BeginGet) -> Rest | None:
         grant = self._runtime.begin_get(body)
         if grant.read is not None:
             connection.reads.add(grant.read)
+        raw = None if grant.manifest is None else wire.manifest_to_bytes(grant.manifest)
+        frame: dict[str, object] = {
+            "op": "granted",
+            "call": call,
+            "status": grant.status.value,
+            "hold": None if grant.read is None else [*grant.read],
+            "pages": [*grant.pages],
+            "manifest": raw,
+        }
+        if self._slabs_known(connection):
+            return self._answer(connection, frame)
+        return self._send_behind_slabs(connection, frame)
+
+    async def _send_behind_slabs(self, connection: _Connection, frame: dict[str, object]) -> None:
         await self._send_slabs(connection)
-        await connection.frames.send(
-            {
-                "op": "granted",
-                "call": call,
-                "status": grant.status.value,
-                "hold": None if grant.read is None else [*grant.read],
-                "pages": [*grant.pages],
-                "manifest": None
-                if grant.manifest is None
-                else wire.manifest_to_bytes(grant.manifest),
-            }
-        )
+        await connection.frames.send(frame)
+
+    def _slabs_known(self, connection: _Connection) -> bool:
+        return connection.slabs_sent == len(self._runtime.pool.slabs)
 
     async def _send_slabs(self, connection: _Connection) -> None:
         slabs = self._runtime.pool.slabs
-        while connection.slabs_sent < len(slabs):
+        while not self._slabs_known(connection):
             slab = slabs[connection.slabs_sent]
             connection.slabs_sent += 1
             await connection.frames.send({"op": "slab"}, [slab.fd])

@@ -101,21 +101,33 @@ class StoreRuntime:
         assert isinstance(reply, StoreReply)
         return reply
 
-    async def begin_put(self, body: BeginPut, on_revoke: Callable[[], None]) -> PutGrant:
-        """Grant pages that are mapped. ``on_revoke`` is called at most once, until the put ends."""
+    def grant_put(self, body: BeginPut, on_revoke: Callable[[], None]) -> PutGrant:
+        """Grant pages; they are not to be used before ``map_granted``, unless ``mapped``.
+
+        ``on_revoke`` is called at most once, until the put ends.
+        """
         grant = self._call(body)
         assert isinstance(grant, PutGrant)
+        if grant.put is not None:
+            self._revoke[grant.put] = on_revoke
+        return grant
+
+    async def map_granted(self, grant: PutGrant) -> PutGrant:
+        """The grant once its pages are mapped; or, if that fails, the refusal in its place."""
         if grant.put is None:
             return grant
-        self._revoke[grant.put] = on_revoke
         try:
             await self._grow()
         except BaseException as error:
             self.abort_put(grant.put)
             if isinstance(error, OSError):  # the node's memory is less than the budget says
-                return PutGrant(body.ticket, StoreStatus.OVER_BUDGET, None, ())
+                return PutGrant(grant.ticket, StoreStatus.OVER_BUDGET, None, ())
             raise
         return grant
+
+    async def begin_put(self, body: BeginPut, on_revoke: Callable[[], None]) -> PutGrant:
+        """Grant pages that are mapped. ``on_revoke`` is called at most once, until the put ends."""
+        return await self.map_granted(self.grant_put(body, on_revoke))
 
     def finish_put(
         self, grant: PutGrant, manifest: Manifest, received_bytes: int, hash_ok: bool
@@ -183,9 +195,7 @@ class StoreRuntime:
         return self.pool.pages_mapped >= self.core.pages_touched
 
     async def verify(self, manifest: Manifest, follower: hashing.Follower) -> bool:
-        """Whether the put's pages hold what the manifest says, as this process sees them."""
-        if follower.left_bytes <= VERIFY_INLINE_BYTES:
-            return follower.matches(manifest)
+        """Whether the put's pages hold what the manifest says; in a thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, follower.matches, manifest)
 

@@ -55,6 +55,38 @@ class ManifestError(ValueError):
         self.allowed = allowed
 
 
+class TokenIds(tuple[int, ...]):
+    """Token ids that are known to fit, with the bytes that the wire has for them.
+
+    A manifest is made several times over before its payload is committed, and a long sequence takes
+    longer to check and to pack than everything else in it.
+    """
+
+    packed: bytes
+    """Little-endian, 32 bits each."""
+
+    @classmethod
+    def check(cls, token_ids: tuple[int, ...]) -> TokenIds:
+        """Raises ManifestError unless each is within 0 to 2**32 - 1."""
+        try:
+            return cls._of(token_ids, struct.pack(f"<{len(token_ids)}I", *token_ids))
+        except struct.error:
+            raise ManifestError(
+                "token_ids", (min(token_ids), max(token_ids)), "within 0 to 2**32 - 1"
+            ) from None
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> TokenIds:
+        """``packed``: a multiple of 4 bytes."""
+        return cls._of(struct.unpack(f"<{len(packed) // 4}I", packed), packed)
+
+    @classmethod
+    def _of(cls, token_ids: tuple[int, ...], packed: bytes) -> TokenIds:
+        made = cls(token_ids)
+        made.packed = packed
+        return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """One payload's description. Checked on construction (ManifestError)."""
@@ -120,8 +152,8 @@ class Manifest:
             f"{tokens} tokens",
             f"{self.blocks} (one a block) to {TOKENS_MAX} tokens",
         )
-        low, high = min(self.token_ids), max(self.token_ids)
-        _need(low >= 0 and high < _U32, "token_ids", (low, high), "within 0 to 2**32 - 1")
+        if type(self.token_ids) is not TokenIds:
+            object.__setattr__(self, "token_ids", TokenIds.check(self.token_ids))
         _need(self.state in STATES, "state", self.state, "prefill or decode")
         _need(min(self.run) >= 0 and max(self.run) < _U64, "run", self.run, "two 64-bit counts")
         _range("group_blocks", self.group_blocks, 1, BLOCKS_MAX)
@@ -183,6 +215,8 @@ class Manifest:
 
 def to_dict(manifest: Manifest) -> dict[str, object]:
     """Return what a msgpack encoder takes; lists of numbers are packed little-endian."""
+    token_ids = manifest.token_ids
+    assert isinstance(token_ids, TokenIds), type(token_ids)
     return {
         "version": manifest.version,
         "dtype": manifest.dtype,
@@ -192,7 +226,7 @@ def to_dict(manifest: Manifest) -> dict[str, object]:
         "block_bytes": manifest.block_bytes,
         "blocks": manifest.blocks,
         "payload_bytes": manifest.payload_bytes,
-        "token_ids": struct.pack(f"<{len(manifest.token_ids)}I", *manifest.token_ids),
+        "token_ids": token_ids.packed,
         "state": manifest.state.value,
         "precision": manifest.precision,
         "model": manifest.model,
@@ -222,13 +256,13 @@ def from_dict(raw: object) -> Manifest:
         block_bytes=_integer(raw, "block_bytes"),
         blocks=_integer(raw, "blocks"),
         payload_bytes=_integer(raw, "payload_bytes"),
-        token_ids=_packed(raw, "token_ids", "I", TOKENS_MAX),
+        token_ids=TokenIds.unpack(_packed(raw, "token_ids", "I", TOKENS_MAX)),
         state=_state(raw),
         precision=_text(raw, "precision"),
         model=_text(raw, "model"),
         run=_run(raw),
         group_blocks=_integer(raw, "group_blocks"),
-        group_hashes=_packed(raw, "group_hashes", "Q", GROUPS_MAX),
+        group_hashes=_unpacked(raw, "group_hashes", "Q", GROUPS_MAX),
         payload_hash=_integer(raw, "payload_hash"),
     )
 
@@ -260,17 +294,24 @@ def _state(raw: Mapping[object, object]) -> State:
     )
 
 
-def _packed(raw: Mapping[object, object], name: str, code: str, count_max: int) -> tuple[int, ...]:
+def _packed(raw: Mapping[object, object], name: str, code: str, count_max: int) -> bytes:
     size = struct.calcsize(f"<{code}")
     allowed = f"a whole number of {size}-byte integers, 1 to {count_max} of them"
     data = _typed(raw, name, allowed, lambda v: v if type(v) is bytes else None)
     count, rest = divmod(len(data), size)
     _need(rest == 0 and 1 <= count <= count_max, name, f"{len(data)} bytes", allowed)
-    return struct.unpack(f"<{count}{code}", data)
+    return data
+
+
+def _unpacked(
+    raw: Mapping[object, object], name: str, code: str, count_max: int
+) -> tuple[int, ...]:
+    data = _packed(raw, name, code, count_max)
+    return struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
 
 
 def _run(raw: Mapping[object, object]) -> Run:
-    epoch_counter = _packed(raw, "run", "Q", 2)
+    epoch_counter = _unpacked(raw, "run", "Q", 2)
     _need(len(epoch_counter) == 2, "run", epoch_counter, "two 64-bit integers")
     return Run(*epoch_counter)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from deepinfer.kvstore import link, local, transfers, wire
+from deepinfer.kvstore import copier, link, local, transfers, wire
+from deepinfer.kvstore.core import manifest as manifests
 from deepinfer.kvstore.core.config import StoreConfig
 from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import StoreStatus as S
@@ -180,7 +181,7 @@ def test_the_store_hashes_behind_a_client_that_still_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its copy waits at the last block until the store has hashed all those before it."""
-    monkeypatch.setattr(link, "WRITTEN_BYTES", BLOCK)
+    monkeypatch.setattr(copier, "WRITTEN_BYTES", BLOCK)
     monkeypatch.setattr(transfers, "STEP_BYTES", BLOCK)
     hashed, enough, left_at_finish = 0, threading.Event(), []
     follow, matches = Follower.follow, Follower.matches
@@ -226,7 +227,9 @@ def test_a_payload_that_two_threads_copy_out_is_checked_to_its_last_block(
     threads: int, wrong_block: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "INLINE_BYTES", 0)
-    monkeypatch.setattr(link, "SPLIT_BYTES", BLOCK)
+    monkeypatch.setattr(copier, "SHARE_BYTES", BLOCK)
+    monkeypatch.setattr(copier, "STEP_BYTES", BLOCK)
+    monkeypatch.setattr(manifests, "GROUP_BYTES", BLOCK)  # a part is whole groups
 
     async def main() -> None:
         async with running_store(budget_bytes=8 * BLOCK, page_bytes=BLOCK) as store:

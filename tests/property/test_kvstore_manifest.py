@@ -56,6 +56,23 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 @given(manifests())
+def test_token_ids_are_packed_once_for_a_manifest_and_its_successors(manifest: Manifest) -> None:
+    later = replace(manifest, payload_hash=0)
+    assert later.token_ids is manifest.token_ids
+    assert to_dict(later)["token_ids"] == to_dict(manifest)["token_ids"]
+    others = (*manifest.token_ids[:-1], manifest.token_ids[-1] ^ 1)
+    other = from_dict(to_dict(replace(manifest, token_ids=others)))
+    assert other.token_ids == others != manifest.token_ids
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32])
+def test_token_ids_that_no_wire_has_room_for_are_refused(bad: int) -> None:
+    good = draft(ticket(1), 2, block_bytes=4)
+    with pytest.raises(ManifestError, match=r"manifest.token_ids = .*: must be within 0 to 2"):
+        replace(good, token_ids=(*good.token_ids[1:], bad))
+
+
+@given(manifests())
 def test_a_manifest_comes_back_as_it_was(manifest: Manifest) -> None:
     assert wire.manifest_from_bytes(wire.manifest_to_bytes(manifest)) == manifest
 
