@@ -35,6 +35,8 @@ class Device(NamedTuple):
 
     engine: Engine
     pool: PagedPool
+    blocks: int
+    """Of the pool's, those that sequences may have."""
     identity: KvIdentity
     notes: tuple[str, ...] = ()
     """What there is to say of it at the start, a line each."""
@@ -64,11 +66,12 @@ def open_device(
 
         sizes = StepSizes(config.max_batch_tokens, config.max_batch_seqs)
         ready = open_gpu(find_card(), loaded, layout, settings.gpu, sizes, config.blocks_total)
-        return Device(Engine(ready.runner, failpoints), ready.pool, identity, ready.notes)
+        engine = Engine(ready.runner, failpoints)
+        return Device(engine, ready.pool, ready.blocks, identity, ready.notes)
     backend = CpuBackend(threads=settings.threads)
     pool = PagedPool(layout, config.blocks_total, backend.device)
     engine = Engine(ModelRunner(loaded, pool, backend), failpoints)
-    return Device(engine, pool, identity)
+    return Device(engine, pool, pool.num_blocks, identity)
 
 
 def assemble(

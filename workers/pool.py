@@ -6,9 +6,10 @@ It allocates no blocks (``workers.core`` decides which id belongs to whom) and q
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ from deepinfer.kvstore.core.layout import SCALE_BYTES, KvLayout, StorageType
 
 Buffer = Tensor | memoryview | bytearray | bytes
 """A flat byte buffer: a contiguous uint8 tensor or anything with the buffer protocol."""
+
+Wait = Callable[[], None]
+"""Returns when a copy has ended; to be called by whoever began it."""
+Fence = Any
+"""Behind every step that was launched before ``PagedPool.fence`` was asked for it."""
 
 TORCH_DTYPES: Final[dict[StorageType, torch.dtype]] = {
     "float16": torch.float16,
@@ -53,6 +59,25 @@ def merge_runs(block_ids: Sequence[int]) -> Iterator[BlockRun]:
         yield BlockRun(first, count)
 
 
+class Span(NamedTuple):
+    """Adjacent bytes of a pool, by their address."""
+
+    address: int
+    size: int
+
+
+class BlockCopies(Protocol):
+    """Copies beside the steps: ``workers.gpu.copying.CardCopies``."""
+
+    def fence(self) -> Fence: ...
+
+    def register(self, address: int, size: int) -> Callable[[], None] | None: ...
+
+    def start_out(self, spans: Sequence[Span], host: int, fence: Fence) -> Wait | None: ...
+
+    def start_in(self, spans: Sequence[Span], host: int, fence: Fence) -> Wait | None: ...
+
+
 class PagedPool:
     """``num_blocks`` blocks of ``layout`` on one device.
 
@@ -63,17 +88,27 @@ class PagedPool:
     *word* views of the same bytes (``words``, ``k_words``, ``v_words``): bits are copied, never
     converted.
 
+    ``copies`` copies blocks beside the steps; without it, where and when it is asked for.
+
     Raises ValueError for a ``num_blocks`` below 1.
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, device: torch.device | str = "cpu"
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        copies: BlockCopies | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"PagedPool.num_blocks must be at least 1, got {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
+        self.copies = copies
+        self._copied_in = itertools.count(1)  # in one go whatever thread asks
+        self.copies_in = 0
+        """Changes with every copy into blocks, before the first byte is written."""
         self.storage = torch.zeros(
             (num_blocks, layout.block_bytes), dtype=torch.uint8, device=self.device
         )
@@ -132,34 +167,61 @@ class PagedPool:
         self._check_ids((block_id,))
         return self.storage[block_id]
 
+    def fence(self) -> Fence:
+        """What copies that are begun later on must wait for: every step launched so far.
+
+        To be asked for once a block's last step was launched and before the copy is begun; steps
+        that are launched after it hold no copy up.
+        """
+        return None if self.copies is None else self.copies.fence()
+
     def copy_out(self, block_ids: Sequence[int], target: Buffer) -> None:
         """Copy whole blocks, in the order given, into ``target``.
 
         ``target`` must hold exactly ``layout.payload_bytes(len(block_ids))`` bytes and be
         writable. Raises ValueError naming both sizes, or an id outside the pool.
         """
-        flat = self._flat(target, len(block_ids), "target", writable=True)
-        self._check_ids(block_ids)
-        at = 0
-        for run in merge_runs(block_ids):
-            span = self.storage[run.first : run.first + run.count].reshape(-1)
-            flat[at : at + span.numel()].copy_(span)
-            at += span.numel()
+        _finish(self.begin_out(block_ids, target, self.fence()))
 
     def copy_in(self, block_ids: Sequence[int], source: Buffer) -> None:
         """Copy ``source`` into whole blocks, in the order given; the inverse of ``copy_out``.
 
         Raises ValueError as ``copy_out``, and for a block named twice.
         """
+        _finish(self.begin_in(block_ids, source, self.fence()))
+
+    def begin_out(self, block_ids: Sequence[int], target: Buffer, fence: Fence) -> Wait | None:
+        """``copy_out`` behind ``fence``; returns what waits until it has ended, None if it has."""
+        flat = self._flat(target, len(block_ids), "target", writable=True)
+        self._check_ids(block_ids)
+        if self.copies is not None:
+            return _holding(
+                flat, self.copies.start_out(self._spans(block_ids), flat.data_ptr(), fence)
+            )
+        at = 0
+        for run in merge_runs(block_ids):
+            span = self.storage[run.first : run.first + run.count].reshape(-1)
+            flat[at : at + span.numel()].copy_(span)
+            at += span.numel()
+        return None
+
+    def begin_in(self, block_ids: Sequence[int], source: Buffer, fence: Fence) -> Wait | None:
+        """``copy_in`` behind ``fence``; returns what waits until it has ended, None if it has."""
+        self.copies_in = next(self._copied_in)
         flat = self._flat(source, len(block_ids), "source", writable=False)
         self._check_ids(block_ids)
         if len(set(block_ids)) != len(block_ids):
             raise ValueError(f"block_ids names a block twice: {list(block_ids)}")
+        if self.copies is not None:
+            return _holding(
+                flat, self.copies.start_in(self._spans(block_ids), flat.data_ptr(), fence)
+            )
         at = 0
         for run in merge_runs(block_ids):
             span = self.storage[run.first : run.first + run.count].reshape(-1)
             span.copy_(flat[at : at + span.numel()])
             at += span.numel()
+        return None
 
     def check(self) -> None:
         """Assert that views, layout and storage still describe the same bytes."""
@@ -224,10 +286,32 @@ class PagedPool:
             )
         return flat
 
+    def _spans(self, block_ids: Sequence[int]) -> list[Span]:
+        base, size = self.storage.data_ptr(), self.layout.block_bytes
+        return [Span(base + run.first * size, run.count * size) for run in merge_runs(block_ids)]
+
     def _check_ids(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             if not 0 <= block_id < self.num_blocks:
                 raise ValueError(f"block id {block_id} is outside 0..{self.num_blocks - 1}")
+
+
+def _finish(wait: Wait | None) -> None:
+    if wait is not None:
+        wait()
+
+
+def _holding(memory: Tensor, wait: Wait | None) -> Wait | None:
+    """The wait, with the memory that the copy needs until then."""
+    if wait is None:
+        return None
+    held = [memory]
+
+    def waited() -> None:
+        wait()
+        held.clear()
+
+    return waited
 
 
 def _widest_word(*extents: int) -> torch.dtype:

@@ -15,6 +15,7 @@ from deepinfer.kvstore.core.requests import SamplingParams, Token
 from deepinfer.workers import sampler
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.engine import Engine
+from deepinfer.workers.gpu.ahead import PAUSE_STEPS
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.weights import load_weights
 from deepinfer.workers.local import LocalEngine
@@ -67,6 +68,7 @@ PHI3 = replace(
 )
 MODELS = {"qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+LONG = SamplingParams(max_tokens=64, temperature=0.0)
 TOLERANCE = {"fp16": 0.02, "int8": 0.12, "fp8": 0.5}
 """Of logits that reach 3 to 5. FP16 rounds about ten times a layer, by 2^-11 each; a key of INT8
 is off by 1 in 254 of its largest element, of E4M3 by 1 in 16 of each."""
@@ -137,8 +139,7 @@ def test_rows_of_prompts_can_be_scored() -> None:
     assert error(last, wanted) < TOLERANCE["fp16"]
 
 
-def test_an_engine_generates_what_the_model_says() -> None:
-    runner = cpu_runner(QWEN2)
+def generate(runner: GpuRunner, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
     config = WorkerConfig(
         blocks_total=32,
         block_size=BLOCK_SIZE,
@@ -147,17 +148,79 @@ def test_an_engine_generates_what_the_model_says() -> None:
         max_batch_seqs=8,
         prefill_chunk_tokens=16,
     )
+    params = [SamplingParams(max_tokens=length, temperature=0.0) for length in lengths]
+    done = LocalEngine(Engine(runner), config).generate(prompts, params)
+    return [completion.token_ids for completion in done]
+
+
+def test_an_engine_generates_what_the_model_says() -> None:
+    """Answers of different lengths, across blocks: rows end, and most were computed ahead."""
+    runner = cpu_runner(QWEN2)
     prompts = [ids(20, 3), ids(9, 4), ids(33, 5)]
-    done = LocalEngine(Engine(runner), config).generate(prompts, GREEDY)
+    lengths = [18, 12, 5]
+    answers = generate(runner, prompts, lengths)
     model = SdpaModel(random_model(QWEN2), torch.float32, CPU)
-    for prompt, completion in zip(prompts, done, strict=True):
-        answer = completion.token_ids
-        assert len(answer) == GREEDY.max_tokens
+    for prompt, answer, length in zip(prompts, answers, lengths, strict=True):
+        assert len(answer) == length
         rows = model.logits(prompt + answer)[len(prompt) - 1 : -1]
         chosen = rows.gather(1, torch.tensor(answer)[:, None])[:, 0]
         assert float((rows.max(dim=1).values - chosen).max()) < TOLERANCE["fp16"]
-    assert runner.counters.steps > 0
+    counters = runner.counters
+    assert counters.ahead_used > 0.8 * (sum(lengths) - len(lengths))
     assert runner.backend.kv_saturations == 0
+    # And the same without a step ahead.
+    assert generate(cpu_runner(QWEN2, ahead=False), prompts, lengths) == answers
+
+
+def follow(runner: GpuRunner, slices: list[SequenceSlice]) -> list[int]:
+    """A step, and its tokens."""
+    rows = [SampleRow(params=LONG, seed=0, index=0)] * len(slices)
+    return [token.id for token in runner.backend.sample(runner.forward(slices), rows)]
+
+
+def test_a_plan_that_was_half_foreseen_is_answered_whole() -> None:
+    """Others come and go, another token or block is asked for: each row is its sequence's."""
+    runner, plain = cpu_runner(QWEN2), cpu_runner(QWEN2, ahead=False)
+    a, b, c = ids(30, 1), ids(31, 2), ids(20, 3)
+    at_a, at_c = (3, 9), (5, 6)
+    at_b: tuple[int, ...] = (7, 1)
+    start = [step(a, 0, 30, at_a), step(b, 0, 31, at_b)]
+    next_a, next_b = follow(runner, start)
+    assert follow(plain, start) == [next_a, next_b]
+    # b was foreseen; a is gone, and c was not known.
+    plan = [SequenceSlice([next_b], 31, at_b, True), step(c, 0, 20, at_c)]
+    next_b, next_c = follow(runner, plan)
+    assert follow(plain, plan) == [next_b, next_c]
+    assert runner.counters.ahead_used == 1
+    # Both were foreseen, in another order; b begins a block that it was not given before.
+    at_b = (*at_b, 2)
+    plan = [SequenceSlice([next_c], 20, at_c, True), SequenceSlice([next_b], 32, at_b, True)]
+    next_c, next_b = follow(runner, plan)
+    assert follow(plain, plan) == [next_c, next_b]
+    assert runner.counters.ahead_used == 3
+    # Another token than was foreseen for c.
+    other_c = (next_c + 1) % QWEN2.vocab_size
+    plan = [SequenceSlice([other_c], 21, at_c, True), SequenceSlice([next_b], 33, at_b, True)]
+    assert follow(runner, plan) == follow(plain, plan)
+    assert runner.counters.ahead_used == 4
+
+
+def test_what_was_copied_into_the_pool_is_not_overlooked() -> None:
+    runner = cpu_runner(QWEN2)
+    a = ids(20, 1)
+    [token] = follow(runner, [step(a, 0, 20, (3, 9))])
+    payload = bytearray(runner.pool.layout.payload_bytes(2))
+    runner.pool.copy_out((3, 9), payload)
+    runner.pool.copy_in((3, 9), payload)
+    runner.forward([SequenceSlice([token], 20, (3, 9), True)])
+    assert (runner.counters.ahead_rows, runner.counters.ahead_used) == (1, 0)
+
+
+def test_plans_that_never_come_are_not_computed_for_long() -> None:
+    runner = cpu_runner(replace(QWEN2, layers=1))
+    for _ in range(2 * PAUSE_STEPS):
+        follow(runner, [SequenceSlice([5], 0, (2,), True)])
+    assert runner.counters.ahead_rows <= 3
 
 
 @pytest.fixture
@@ -173,7 +236,7 @@ def runner() -> GpuRunner:
         ([SequenceSlice([96], 0, (0,), logits=True)], r"slice 0: token ids must be in 0\.\.95"),
         ([SequenceSlice([1], 512, tuple(range(33)), logits=True)], "position 512 is beyond"),
         ([SequenceSlice([1] * 17, 0, (0,), logits=True)], "17 tokens need 2 blocks, the table"),
-        ([SequenceSlice([1], 0, (32,), logits=True)], r"block ids must be in 0\.\.31, got 32"),
+        ([SequenceSlice([1], 0, (40,), logits=True)], r"block ids must be in 0\.\.39, got 40"),
         ([SequenceSlice([1] * 65, 0, tuple(range(5)), logits=True)], "a step of 65 rows in 1"),
         ([SequenceSlice([1], 0, (0,), logits=True)] * 9, "9 slices: at most 64 and 8"),
     ],
@@ -188,17 +251,27 @@ def test_a_slice_that_cannot_be_computed_is_named(
 def test_tokens_are_those_of_the_workers_sampler(runner: GpuRunner) -> None:
     logits = runner.forward([step(ids(9, 6), 0, 9, (0,)), step(ids(5, 7), 0, 5, (1,))])
     greedy = [SampleRow(params=GREEDY, seed=1, index=0)] * 2
-    assert runner.backend.sample(logits, greedy) == [Token(int(row.argmax())) for row in logits]
+    chosen = [int(row.argmax()) for row in logits]
+    raw = logits.clone()
     drawn = [
         SampleRow(params=SamplingParams(max_tokens=4, temperature=0.9), seed=seed, index=3)
         for seed in (5, 6)
     ]
-    assert runner.backend.sample(logits, drawn) == sampler.sample(logits, drawn)
+    assert runner.backend.sample(logits, drawn) == sampler.sample(raw, drawn)
+    logits = runner.forward([step(ids(9, 6), 0, 9, (0,)), step(ids(5, 7), 0, 5, (1,))])
+    assert runner.backend.sample(logits, greedy) == [Token(token) for token in chosen]
+    logits = runner.forward([step(ids(9, 6), 0, 9, (0,)), step(ids(5, 7), 0, 5, (1,))])
+    # Some other row goes on as if nothing had been.
     logits[1, 3] = float("nan")
     runner.backend.choose_greedily(2)
+    logits = runner.backend.first(2)
     with pytest.raises(LogitsError) as caught:
         runner.backend.sample(logits, greedy)
     assert caught.value.rows == (1,)
+    [token] = runner.backend.sample(logits[:1], greedy[:1])
+    assert token.id == chosen[0]
+    with pytest.raises(LogitsError):
+        runner.backend.sample(logits[1:2], greedy[:1])
 
 
 def test_a_weight_beyond_half_precision_is_refused() -> None:

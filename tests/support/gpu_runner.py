@@ -40,12 +40,30 @@ def emulated_gpu() -> Iterator[None]:
 
 
 def cpu_runner(
-    config: ModelConfig, *, kv_cache_dtype: str = "fp16", blocks: int = 32, sequences: int = 8
+    config: ModelConfig,
+    *,
+    kv_cache_dtype: str = "fp16",
+    blocks: int = 32,
+    sequences: int = 8,
+    ahead: bool = True,
 ) -> GpuRunner:
-    """A runner for ``random_model(config)``: up to 4 rows fused, steps of up to 64."""
+    """A runner for ``random_model(config)``: up to 4 rows fused, steps of up to 64.
+
+    The pool has ``blocks`` and a spare one for each sequence, if it is to run ``ahead``.
+    """
     weights = load_weights(random_model(config), CPU, config.max_positions)
-    pool = PagedPool(kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks)
+    pool = PagedPool(
+        kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks + sequences
+    )
     workspace = DecodeWorkspace.allocate(sequences, config.heads, config.head_dim, 8, CPU)
     buffers = Buffers.allocate(config, 64, FUSED_ROWS, sequences, workspace, CPU)
     limits = StepLimits(rows=64, sequences=sequences, context=config.max_positions)
-    return make_runner(weights, pool, buffers, limits, fused_rows=FUSED_ROWS, multiprocessors=4)
+    return make_runner(
+        weights,
+        pool,
+        buffers,
+        limits,
+        fused_rows=FUSED_ROWS,
+        multiprocessors=4,
+        spares=range(blocks, blocks + sequences) if ahead else (),
+    )

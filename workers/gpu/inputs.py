@@ -82,12 +82,17 @@ class StepInputs:
         return self._fields(shape)[1]
 
     def write(
-        self, slices: Sequence[SequenceSlice], order: Sequence[int], shape: InputShape
+        self,
+        slices: Sequence[SequenceSlice],
+        order: Sequence[int],
+        shape: InputShape,
+        *,
+        sources: Sequence[int] | None = None,
     ) -> InputViews:
         """Send a step's inputs, padded to ``shape``.
 
-        ``order`` is the order in which slices take rows. Returns at once: the copy is on torch's
-        current stream.
+        ``order`` is the order in which slices take rows. ``sources`` stand in the place of
+        ``last_rows``, if given. Returns at once: the copy is on torch's current stream.
 
         Raises ValueError naming the slice whose block table holds an id outside the pool.
         """
@@ -116,9 +121,10 @@ class StepInputs:
         positions[row:] = -1
         sequences[row:] = 0
         lens[len(order) :] = 0
-        wanted = [at for at, part in zip(last, slices, strict=True) if part.logits]
-        last_rows[: len(wanted)] = wanted
-        last_rows[len(wanted) :] = 0
+        if sources is None:
+            sources = [at for at, part in zip(last, slices, strict=True) if part.logits]
+        last_rows[: len(sources)] = sources
+        last_rows[len(sources) :] = 0
         size = _places(shape)[-1]
         self._card[:size].copy_(self._host[:size], non_blocking=True)
         if self._copied is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ class OpenedGpu(NamedTuple):
 
     runner: GpuRunner
     pool: PagedPool
+    blocks: int
+    """Of the pool's, those that sequences may have: the others are the runner's."""
     budget: MemoryBudget
     notes: tuple[str, ...]
     """What there is to say of it, a line each."""
@@ -113,14 +116,18 @@ def open_gpu(
     )
     budget = replace(
         budget,
-        scratch=torch.cuda.memory_reserved() - before + SLACK_BYTES,
+        # Besides the buffers: a block of the runner's for each sequence that is a step ahead.
+        scratch=torch.cuda.memory_reserved()
+        - before
+        + layout.payload_bytes(sequences)
+        + SLACK_BYTES,
         graphs=len(wanted) * GRAPH_BYTES,
     )
     if settings.fill_card:
         blocks = blocks_that_fit(budget, layout, blocks)
     else:
         check_fits(budget, layout, blocks)
-    pool = PagedPool(layout, blocks, card.device)
+    pool = PagedPool(layout, blocks + sequences, card.device)
     runner = make_runner(
         weights,
         pool,
@@ -132,6 +139,7 @@ def open_gpu(
         ),
         fused_rows=fused_rows,
         multiprocessors=card.multiprocessors,
+        spares=range(blocks, pool.num_blocks),
     )
     before = _used()
     began = time.monotonic()
@@ -148,7 +156,7 @@ def open_gpu(
         notes.append(probe_bus(card.device).line())
     for note in notes:
         log.info("%s", note)
-    return OpenedGpu(runner, pool, budget, tuple(notes))
+    return OpenedGpu(runner, pool, blocks, budget, tuple(notes))
 
 
 def make_runner(
@@ -159,6 +167,7 @@ def make_runner(
     *,
     fused_rows: int,
     multiprocessors: int,
+    spares: Sequence[int] = (),
 ) -> GpuRunner:
     """Bind weights, pool and buffers to each other; no graph is captured yet."""
     return GpuRunner(
@@ -168,6 +177,7 @@ def make_runner(
         limits,
         fused_rows=fused_rows,
         multiprocessors=multiprocessors,
+        spares=spares,
     )
 
 

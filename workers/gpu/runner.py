@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.attention import partition_for
+from deepinfer.kernels.pointwise import copy_blocks
 from deepinfer.kernels.prefill import PrefillSpan, plan_prefill, tile_rows_for
+from deepinfer.workers.gpu.ahead import PAUSE_STEPS, Ahead, Claim, Foreseen, foresee
 from deepinfer.workers.gpu.decoder import GpuDecoder, WideStep
 from deepinfer.workers.gpu.graphs import (
     Bucket,
@@ -23,6 +25,7 @@ from deepinfer.workers.gpu.inputs import InputShape, InputViews, StepInputs
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit
 from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.sampler import SampleRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +50,21 @@ class StepCounters:
     launches: int = 0
     """Kernels of those."""
     prepare_ns: int = 0
-    """Time until all of a step was launched, sampling apart."""
+    """Time that ``forward`` took: until all was launched that was not launched ahead."""
+    ahead_rows: int = 0
+    """Rows that were computed before they were planned."""
+    ahead_used: int = 0
+    """Those of them that a plan asked for."""
 
 
 class GpuRunner:
     """A decoder bound to a pool on a card; what ``workers.engine.Runner`` asks for.
 
     Only the engine's thread may call it. Steps and their copies are on torch's current stream.
-    Logits that it returns are overwritten by the next step.
+    Logits that it returns are overwritten by the next step, and by sampling from them.
+
+    ``spares`` are blocks of the pool that no one else uses, one for each sequence of a step: with
+    them the likely next step is launched while the last one's tokens are on their way (``ahead``).
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class GpuRunner:
         *,
         fused_rows: int,
         multiprocessors: int,
+        spares: Sequence[int] = (),
     ) -> None:
         self.config = decoder.weights.config
         self.decoder = decoder
@@ -83,6 +94,13 @@ class GpuRunner:
             pool.device,
         )
         self._graphs: DecodeGraphs | None = None
+        self._spares = tuple(spares)
+        self._last: Sequence[SequenceSlice] = ()
+        self._foreseen: tuple[Foreseen, ...] = ()
+        self._ahead: Ahead | None = None
+        self._pause = 0
+        if spares:
+            sampler.follower = self
 
     @torch.inference_mode()
     def capture(self) -> int:
@@ -107,22 +125,121 @@ class GpuRunner:
         """
         begin = time.perf_counter_ns()
         self._validate(slices)
-        bucket = self._bucket(slices)
-        if bucket is None:
-            inputs, _ = self._wide(slices)
-            logits = self._picked_logits(slices, inputs)
+        self.backend.forget()
+        claim = self._claim(slices)
+        if claim is None:
+            logits = self._compute(slices)
+        elif claim.complete:
+            logits = self._claimed(claim)
         else:
-            inputs = self._inputs.write(slices, range(len(slices)), self._shape(bucket))
-            if self._graphs is None:
-                self._decode(bucket)
-            else:
-                self._graphs.replay(bucket)
-                self.counters.replays += 1
-                self.counters.launches += self._graphs.kernels(bucket)
-            logits = self._step_logits(slices, inputs)
+            logits = self._merge(slices, claim)
+        self._last = slices
         self.counters.steps += 1
         self.counters.prepare_ns += time.perf_counter_ns() - begin
         return logits
+
+    def launch(self, rows: Sequence[SampleRow], ids: Tensor) -> bool:
+        """Launch the step that follows the last one; what ``sampler.Follower`` asks for."""
+        slices, self._last = self._last, ()
+        if self._pause:
+            self._pause -= 1
+            return False
+        if len(rows) != len(slices):
+            return False
+        foreseen = foresee(
+            slices,
+            rows,
+            block_size=self.pool.layout.block_size,
+            spares=self._spares,
+            context=self._limits.context,
+        )
+        rows_bucket = row_bucket(len(foreseen))
+        if not foreseen or rows_bucket is None:
+            return False
+        longest = max(row.start for row in foreseen) + 1
+        bucket = Bucket(rows_bucket, context_bucket(longest, self._limits.context))
+        inputs = self._inputs.write(
+            [SequenceSlice((0,), row.start, row.block_table, True) for row in foreseen],
+            range(len(foreseen)),
+            self._shape(bucket),
+            sources=[row.source for row in foreseen],
+        )
+        count = len(foreseen)
+        inputs.token_ids[:count] = ids.index_select(0, inputs.last_rows[:count])
+        self._run(bucket)
+        self._foreseen = foreseen
+        self.counters.ahead_rows += count
+        return True
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Learn what the step ahead was computed for; what ``sampler.Follower`` asks for."""
+        self._ahead = Ahead(
+            self._foreseen,
+            tuple(tokens[row.source] for row in self._foreseen),
+            self.pool.layout.block_size,
+            self.pool.copies_in,
+        )
+
+    def _claim(self, slices: Sequence[SequenceSlice]) -> Claim | None:
+        """What of a plan was computed ahead; None: nothing."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.pool_copies != self.pool.copies_in:
+            return None
+        claim = ahead.claim(slices)
+        used = sum(place is not None for place in claim.places)
+        self.counters.ahead_used += used
+        if 2 * used < len(ahead.rows):
+            self._pause = PAUSE_STEPS
+        if claim.copies:
+            pairs = torch.tensor(claim.copies, dtype=torch.int32)
+            copy_blocks(self.pool.storage, pairs.to(self.pool.device, non_blocking=True))
+        return claim if used else None
+
+    def _claimed(self, claim: Claim) -> Tensor:
+        """Logits of a plan that was computed ahead."""
+        count = len(claim.places)
+        if claim.places == list(range(count)):
+            return self.backend.first(count)
+        places = torch.tensor(claim.places, dtype=torch.int64)
+        return self.backend.pick(places.to(self.pool.device, non_blocking=True))
+
+    def _merge(self, slices: Sequence[SequenceSlice], claim: Claim) -> Tensor:
+        """Logits of a plan of which only a part was computed ahead."""
+        hits = [place for place in claim.places if place is not None]
+        there = torch.tensor(hits, dtype=torch.int64).to(self.pool.device, non_blocking=True)
+        known = self.decoder.buffers.logits.index_select(0, there)
+        pairs = list(zip(slices, claim.places, strict=True))
+        computed = self._compute([part for part, place in pairs if place is None])
+        order: list[int] = []
+        old, new = 0, len(hits)
+        for part, place in pairs:
+            if place is not None:
+                order.append(old)
+                old += 1
+            elif part.logits:
+                order.append(new)
+                new += 1
+        index = torch.tensor(order, dtype=torch.int64).to(self.pool.device, non_blocking=True)
+        return torch.cat((known, computed)).index_select(0, index)
+
+    def _compute(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        """Launch a step of ``slices``; the logits that they want."""
+        bucket = self._bucket(slices)
+        if bucket is None:
+            inputs, _ = self._wide(slices)
+            return self._picked_logits(slices, inputs)
+        inputs = self._inputs.write(slices, range(len(slices)), self._shape(bucket))
+        self._run(bucket)
+        return self._step_logits(slices, inputs)
+
+    def _run(self, bucket: Bucket) -> None:
+        """Launch a decode step whose inputs were written."""
+        if self._graphs is None:
+            self._decode(bucket)
+            return
+        self._graphs.replay(bucket)
+        self.counters.replays += 1
+        self.counters.launches += self._graphs.kernels(bucket)
 
     @torch.inference_mode()
     def forward_and_score(
@@ -135,6 +252,8 @@ class GpuRunner:
         of a buffer that the next call overwrites.
         """
         self._validate(slices)
+        self.backend.forget()
+        self._ahead, self._last = None, ()
         inputs, firsts = self._wide(slices)
         step = min(LOGIT_ROWS, self.decoder.buffers.logits.shape[0])
         for index, wanted in enumerate(rows):
@@ -199,15 +318,14 @@ class GpuRunner:
             torch.index_select(buffers.hidden, 0, inputs.last_rows[:count], out=picked)
             self.decoder.logits(picked)
             self.backend.choose_greedily(count)
-        return buffers.logits[:count]
+        return self.backend.first(count)
 
     def _step_logits(self, slices: Sequence[SequenceSlice], inputs: InputViews) -> Tensor:
         """After a decode step: logits of the slices that want them."""
         count = sum(part.logits for part in slices)
-        logits = self.decoder.buffers.logits
         if count == len(slices):
-            return logits[:count]
-        return logits.index_select(0, inputs.last_rows[:count])
+            return self.backend.first(count)
+        return self.decoder.buffers.logits.index_select(0, inputs.last_rows[:count])
 
     def _bucket(self, slices: Sequence[SequenceSlice]) -> Bucket | None:
         """The bucket of a step in which everyone has one token; None for others."""
