@@ -248,7 +248,8 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
     return at < table_columns ? table[at] : 0;
   };
   int blocks = load_blocks(0);
-  const int len = lens[row];
+  // A length beyond the table would wait for partitions that the grid does not have.
+  const int len = min(lens[row], table_columns * (TILE << tiles_shift));
   if (len <= 0 && part == 0) {
     __half* zeros = out + ((i64)row * kv_heads + kv_head) * group * D;
     for (int i = threadIdx.x; i < group * D; i += THREADS) zeros[i] = __float2half_rn(0.f);
@@ -448,10 +449,8 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
 
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // after the barrier: it orders the writes of the whole CTA
-    is_last = atomicAdd(tickets + group_at, 1) == used - 1;
+    is_last = take_ticket(tickets + group_at) == used - 1;
     if (is_last) tickets[group_at] = 0;
-    __threadfence();
   }
   __syncthreads();
   if (!is_last) return;

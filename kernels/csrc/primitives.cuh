@@ -109,6 +109,19 @@ DEV void opaque(u32& x) {
 #endif
 }
 
+// Adds, and returns what was there before, for counting who is done: what the CTA wrote before its
+// last barrier is seen by whoever adds later, and after its next barrier by that CTA's threads
+// (through L2: `ld_cg`). Cheaper than two __threadfence.
+DEV int take_ticket(int* ticket) {
+#ifdef SIMT_EMULATION
+  return atomicAdd(ticket, 1);
+#else
+  int before;
+  asm volatile("atom.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+  return before;
+#endif
+}
+
 // d[16 x 8] += a[16 x 16] b[16 x 8], halves, float accumulators. With g = lane / 4, t = lane % 4:
 //   a0 = A[g][2t,2t+1]  a1 = A[g+8][2t,2t+1]  a2 = A[g][2t+8,2t+9]  a3 = A[g+8][2t+8,2t+9]
 //   b0 = B[2t,2t+1][g]  b1 = B[2t+8,2t+9][g]
