@@ -100,6 +100,15 @@ class TestEmulated:
         other = decode_cases.make("fp16", [33, 250, 0, 5, 100], seed=1)
         assert decode_cases.error(other, other.run(64, workspace), other.expected()) is None
 
+    def test_a_length_beyond_the_table_leaves_no_ticket_behind(self) -> None:
+        case = decode_cases.make("fp16", [40])
+        short = dataclasses.replace(case, block_tables=case.block_tables[:, :2])
+        workspace = DecodeWorkspace.allocate(1, 16, 128, 2, "cpu")
+        out = short.run(16, workspace)
+        assert not workspace.tickets.any()
+        whole = dataclasses.replace(short, lens=torch.tensor([32], dtype=torch.int32))
+        assert decode_cases.error(whole, out, whole.expected()) is None
+
     def test_rows_do_not_depend_on_what_else_is_in_the_batch(self) -> None:
         case = decode_cases.make("fp8", LENGTHS, head_dim=96, group=3)
         whole = case.run(64)
