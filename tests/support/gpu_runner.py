@@ -44,10 +44,11 @@ def cpu_runner(
     *,
     kv_cache_dtype: str = "fp16",
     blocks: int = 32,
+    rows: int = 64,
     sequences: int = 8,
     ahead: bool = True,
 ) -> GpuRunner:
-    """A runner for ``random_model(config)``: up to 4 rows fused, steps of up to 64.
+    """A runner for ``random_model(config)``: up to 4 rows fused, steps of up to ``rows``.
 
     The pool has ``blocks`` and a spare one for each sequence, if it is to run ``ahead``.
     """
@@ -56,8 +57,8 @@ def cpu_runner(
         kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks + sequences
     )
     workspace = DecodeWorkspace.allocate(sequences, config.heads, config.head_dim, 8, CPU)
-    buffers = Buffers.allocate(config, 64, FUSED_ROWS, sequences, workspace, CPU)
-    limits = StepLimits(rows=64, sequences=sequences, context=config.max_positions)
+    buffers = Buffers.allocate(config, rows, FUSED_ROWS, sequences, workspace, CPU)
+    limits = StepLimits(rows=rows, sequences=sequences, context=config.max_positions)
     return make_runner(
         weights,
         pool,

@@ -21,8 +21,10 @@ from typing import Final, NamedTuple
 from deepinfer.workers.model.runner import SequenceSlice
 from deepinfer.workers.sampler import SampleRow
 
+POOR_MAX: Final = 3
+"""So many steps ahead in a row may be *poor*: fewer than half of their rows were asked for."""
 PAUSE_STEPS: Final = 32
-"""Steps without another try after one of whose rows fewer than half were asked for."""
+"""Steps without another try after that: more sequences than seats take turns, for one."""
 
 
 class Foreseen(NamedTuple):

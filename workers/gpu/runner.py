@@ -12,7 +12,7 @@ from torch import Tensor
 from deepinfer.kernels.attention import partition_for
 from deepinfer.kernels.pointwise import copy_blocks
 from deepinfer.kernels.prefill import PrefillSpan, plan_prefill, tile_rows_for
-from deepinfer.workers.gpu.ahead import PAUSE_STEPS, Ahead, Claim, Foreseen, foresee
+from deepinfer.workers.gpu.ahead import PAUSE_STEPS, POOR_MAX, Ahead, Claim, Foreseen, foresee
 from deepinfer.workers.gpu.decoder import GpuDecoder, WideStep
 from deepinfer.workers.gpu.graphs import (
     Bucket,
@@ -98,7 +98,7 @@ class GpuRunner:
         self._last: Sequence[SequenceSlice] = ()
         self._foreseen: tuple[Foreseen, ...] = ()
         self._ahead: Ahead | None = None
-        self._pause = 0
+        self._poor = self._pause = 0
         if spares:
             sampler.follower = self
 
@@ -188,8 +188,9 @@ class GpuRunner:
         claim = ahead.claim(slices)
         used = sum(place is not None for place in claim.places)
         self.counters.ahead_used += used
-        if 2 * used < len(ahead.rows):
-            self._pause = PAUSE_STEPS
+        self._poor = self._poor + 1 if 2 * used < len(ahead.rows) else 0
+        if self._poor == POOR_MAX:
+            self._poor, self._pause = 0, PAUSE_STEPS
         if claim.copies:
             pairs = torch.tensor(claim.copies, dtype=torch.int32)
             copy_blocks(self.pool.storage, pairs.to(self.pool.device, non_blocking=True))
