@@ -26,7 +26,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -41,48 +40,24 @@ from deepinfer.kvstore.core.events import (
     ReadId,
     WriterGone,
 )
-from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerId, WorkerRef
+from deepinfer.kvstore.core.ids import Ticket
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.frames import FrameError, FrameSocket, Rest
 from deepinfer.kvstore.hashing import Follower, Groups
+from deepinfer.kvstore.peers import Peer, Peers, Put
 from deepinfer.kvstore.runtime import VERIFY_INLINE_BYTES, StoreRuntime
 
 _log = logging.getLogger(__name__)
 
 VERSION = 3
 _HELLO_S = 5.0
-_SO_PEERPIDFD = 77  # Linux 6.5; Python's socket module does not name it yet
-_UCRED = struct.Struct("3i")
-
-
-class _Put:
-    """One put under way."""
-
-    grant: PutGrant
-
-    def __init__(self) -> None:
-        self.follower: Follower | None = None
-        """From the first ``written`` on."""
-        self.granted = False
-        """Its writer has been told of its pages, or is being told."""
-        self.revoked = False
-
-
-class _Peer:
-    """One writer process, known by its pidfd until it ends."""
-
-    def __init__(self, ref: WorkerRef, pid: int, pidfd: int) -> None:
-        self.ref = ref
-        self.pid = pid
-        self.pidfd = pidfd
-        self.puts: dict[PutId, _Put] = {}
 
 
 class _Connection:
     """One connection of a peer."""
 
-    def __init__(self, frames: FrameSocket, peer: _Peer) -> None:
+    def __init__(self, frames: FrameSocket, peer: Peer) -> None:
         self.frames = frames
         self.peer = peer
         self.slabs_sent = 0
@@ -96,7 +71,7 @@ class LocalServer:
     def __init__(self, runtime: StoreRuntime, path: str) -> None:
         self._runtime = runtime
         self.path = path
-        self._peers: dict[WorkerRef, _Peer] = {}
+        self._peers = Peers(lambda writer: runtime.send(WriterGone(writer)))
         self._serving: set[asyncio.Task[None]] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -118,8 +93,7 @@ class LocalServer:
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
-        for peer in list(self._peers.values()):
-            self._forget(peer)
+        self._peers.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -159,7 +133,9 @@ class LocalServer:
         for fd in fds:
             os.close(fd)
         try:
-            peer = self._identify(frames.sock, frame)
+            if frame["op"] != "hello" or frame.get("version") != VERSION:
+                raise wire.WireError("hello.version", frame.get("version"), f"{VERSION}")
+            peer = self._peers.identify(frames.sock, frame.get("worker"), frame.get("incarnation"))
         except wire.WireError as error:
             await frames.send({"op": "refused", "detail": str(error)})
             return None
@@ -176,39 +152,6 @@ class LocalServer:
             }
         )
         return _Connection(frames, peer)
-
-    def _identify(self, sock: socket.socket, frame: dict[str, Any]) -> _Peer:
-        if frame.get("op") != "hello" or frame.get("version") != VERSION:
-            raise wire.WireError("hello.version", frame.get("version"), f"{VERSION}")
-        worker, life = frame.get("worker"), frame.get("incarnation")
-        if type(worker) is not str or not 0 < len(worker) <= wire.ID_MAX or type(life) is not int:
-            raise wire.WireError("hello.worker", (worker, life), "a worker's id and incarnation")
-        ref = WorkerRef(WorkerId(worker), Incarnation(life))
-        pid, uid, _ = _UCRED.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        )
-        if uid != os.geteuid():
-            raise wire.WireError("peer's user", uid, f"{os.geteuid()}")
-        if pid == 0:
-            raise wire.WireError("peer's pid", pid, "visible in the store's pid namespace")
-        known = self._peers.get(ref)
-        if known is not None:
-            if known.pid != pid:
-                raise wire.WireError("hello.worker", ref, f"another than pid {known.pid}'s")
-            return known
-        peer = _Peer(ref, pid, _open_pidfd(sock, pid))
-        self._peers[ref] = peer
-        asyncio.get_running_loop().add_reader(peer.pidfd, self._gone, peer)
-        return peer
-
-    def _gone(self, peer: _Peer) -> None:
-        self._forget(peer)
-        self._runtime.send(WriterGone(peer.ref))
-
-    def _forget(self, peer: _Peer) -> None:
-        asyncio.get_running_loop().remove_reader(peer.pidfd)
-        os.close(peer.pidfd)
-        del self._peers[peer.ref]
 
     # ---- what it wants ----
 
@@ -274,29 +217,29 @@ class LocalServer:
                 connection.frames.sock.shutdown(socket.SHUT_RDWR)
 
     def _begin_put(self, connection: _Connection, call: int, body: BeginPut) -> Rest | None:
-        put = _Put()
+        put = Put()
         put.grant = self._runtime.grant_put(body, partial(self._revoke, connection, put))
         if put.grant.put is None or self._runtime.mapped:
             return self._granted(connection, call, put)
         self._spawn(connection, partial(self._map_and_grant, connection, call, put))
         return None
 
-    def _revoke(self, connection: _Connection, put: _Put) -> None:
+    def _revoke(self, connection: _Connection, put: Put) -> None:
         put.revoked = True
         if put.granted:
             self._spawn(connection, partial(self._send_revoke, connection, put))
 
-    async def _send_revoke(self, connection: _Connection, put: _Put) -> None:
+    async def _send_revoke(self, connection: _Connection, put: Put) -> None:
         assert put.grant.put is not None
         await connection.frames.send({"op": "revoke", "put": [*put.grant.put]})
 
-    async def _map_and_grant(self, connection: _Connection, call: int, put: _Put) -> None:
+    async def _map_and_grant(self, connection: _Connection, call: int, put: Put) -> None:
         put.grant = await self._runtime.map_granted(put.grant)
         rest = self._granted(connection, call, put)
         if rest is not None:
             await rest
 
-    def _granted(self, connection: _Connection, call: int, put: _Put) -> Rest | None:
+    def _granted(self, connection: _Connection, call: int, put: Put) -> Rest | None:
         grant = put.grant
         frame: dict[str, object] = {
             "op": "granted",
@@ -315,7 +258,7 @@ class LocalServer:
         return self._send_grant(connection, put, frame)
 
     async def _send_grant(
-        self, connection: _Connection, put: _Put, frame: dict[str, object]
+        self, connection: _Connection, put: Put, frame: dict[str, object]
     ) -> None:
         try:
             await self._send_behind_slabs(connection, frame)
@@ -328,7 +271,7 @@ class LocalServer:
         if put.revoked:  # perhaps before its writer knew of it
             await self._send_revoke(connection, put)
 
-    def _written(self, peer: _Peer, frame: dict[str, Any]) -> None:
+    def _written(self, peer: Peer, frame: dict[str, Any]) -> None:
         put = peer.puts.get(wire.put_from_list(frame.get("put")))
         written, group = _count(frame, "bytes"), _count(frame, "group_bytes")
         if put is None:  # revoked, or given up meanwhile
@@ -455,13 +398,3 @@ def _count(frame: dict[str, Any], name: str) -> int:
     if type(value) is not int or value < 0:
         raise wire.WireError(name, value, "an integer of 0 or more")
     return value
-
-
-def _open_pidfd(sock: socket.socket, pid: int) -> int:
-    """A pidfd of the process that connected; where the kernel can, one that no pid reuse fools."""
-    try:
-        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
-        fd: int = struct.unpack("i", raw)[0]
-        return fd
-    except OSError:
-        return os.pidfd_open(pid)
