@@ -41,7 +41,8 @@ def paged_decode(
 
 def _gather(pages: Tensor, scales: Tensor | None, blocks: list[int], tokens: int) -> Tensor:
     """The first ``tokens`` tokens of one sequence, float64 ``[kv_heads, tokens, head_dim]``."""
-    chosen = torch.stack([pages[block] for block in blocks]).double()
+    # One by one to float64: torch cannot stack or index every 8-bit float on every device.
+    chosen = torch.stack([pages[block].double() for block in blocks])
     if scales is not None:
         chosen = chosen * torch.stack([scales[block] for block in blocks]).double()[..., None]
     _, kv_heads, _, head_dim = chosen.shape
