@@ -34,6 +34,8 @@ HOPPER_HEAD_DIMS: Final = (64, 128)
 """Head dimensions of the kernel for Hopper's warpgroup products."""
 
 _HOPPER_TILE: Final = 128
+"""Tokens of its K and V tiles (``TILE`` in ``prefill_hopper.cu``)."""
+
 _HOPPER_TARGET: Final = "sm_90a"
 _THREADS: Final = 128
 _ALIGNMENT: Final = 16
@@ -114,11 +116,16 @@ def plan_prefill(
     if len(tiles) > _TILES_MAX:
         raise ValueError(f"spans make {len(tiles)} tiles, at most {_TILES_MAX} fit a launch")
     tiles.sort()
-    lists = [(at, first) for _, at, first in tiles]
-    fields = [(span.row, span.rows, span.start, span.table) for span in spans]
+    fields = [each for span in spans for each in (span.row, span.rows, span.start, span.table)]
+    host = torch.tensor(
+        fields + [each for _, at, first in tiles for each in (at, first)], dtype=torch.int32
+    )
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()  # else the copy waits for everything on the stream
+    both = host.to(device, non_blocking=True)
     return PrefillSpans(
-        torch.tensor(lists, dtype=torch.int32).to(device),
-        torch.tensor(fields, dtype=torch.int32).to(device),
+        both[len(fields) :].view(-1, 2),
+        both[: len(fields)].view(-1, 4),
         group,
         tile_rows,
         max(span.row + span.rows for span in spans),
@@ -145,24 +152,21 @@ def paged_prefill(
     belong to no span keep their contents. Query head ``h`` reads KV head ``h // group``.
     Specification: ``reference_prefill.paged_prefill``.
 
-    On a compute capability 9.0 card, plans of 128 rows over an FP16 pool run a kernel of their own
-    unless ``hopper`` is False; True asks for it anywhere. Raises ValueError naming the argument.
+    On a card of compute capability 9.0, FP16 pools have a kernel of their own, which ``hopper``
+    False avoids and True asks for anywhere. Raises ValueError naming the argument.
     """
     _check(out, q, kv, spans, block_tables)
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    fits = (
-        kv.format == KV_FP16 and kv.head_dim in HOPPER_HEAD_DIMS and spans.tile_rows == _HOPPER_TILE
-    )
+    fits = kv.format == KV_FP16 and kv.head_dim in HOPPER_HEAD_DIMS
     if hopper and not fits:
         raise ValueError(
-            f"hopper: there is no such kernel for KV format {kv.format}, head_dim {kv.head_dim} "
-            f"and tile_rows {spans.tile_rows}"
+            f"hopper: there is no such kernel for KV format {kv.format} and head_dim {kv.head_dim}"
         )
     if hopper is None:
         hopper = fits and _is_hopper(out.device)
     spec = (
-        hopper_spec(kv.head_dim)
+        hopper_spec(kv.head_dim, spans.tile_rows)
         if hopper
         else prefill_spec(kv.format, kv.head_dim, spans.tile_rows)
     )
@@ -208,11 +212,16 @@ def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
     )
 
 
-def hopper_spec(head_dim: int) -> KernelSpec:
+def hopper_spec(head_dim: int, tile_rows: int) -> KernelSpec:
     """The instance for an FP16 pool on Hopper; it compiles for ``sm_90a`` alone."""
     # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, block ids.
-    shared = (_HOPPER_TILE + 4 * 128) * head_dim * 2 + 128
-    return KernelSpec("prefill_hopper.cu", f"paged_prefill_hopper<{head_dim}>", 256, shared)
+    shared = (tile_rows + 4 * _HOPPER_TILE) * head_dim * 2 + 128
+    return KernelSpec(
+        "prefill_hopper.cu",
+        f"paged_prefill_hopper<{head_dim}, {tile_rows // 64}>",
+        2 * tile_rows,
+        shared,
+    )
 
 
 @functools.cache
@@ -220,9 +229,22 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and device_target() == _HOPPER_TARGET
 
 
+def device_specs(kv_format: int, head_dim: int, device: torch.device | str) -> Iterator[KernelSpec]:
+    """What launches over such a pool on ``device`` need: compile it before the first request."""
+    hopper = kv_format == KV_FP16 and head_dim in HOPPER_HEAD_DIMS
+    hopper = hopper and _is_hopper(torch.device(device))
+    for tile_rows in TILE_ROWS:
+        yield (
+            hopper_spec(head_dim, tile_rows)
+            if hopper
+            else prefill_spec(kv_format, head_dim, tile_rows)
+        )
+
+
 def hopper_specs() -> Iterator[KernelSpec]:
     """What this module may launch besides ``specs()`` where kernels are compiled for sm_90a."""
-    yield from (hopper_spec(head_dim) for head_dim in HOPPER_HEAD_DIMS)
+    for head_dim, tile_rows in itertools.product(HOPPER_HEAD_DIMS, TILE_ROWS):
+        yield hopper_spec(head_dim, tile_rows)
 
 
 def specs() -> Iterator[KernelSpec]:

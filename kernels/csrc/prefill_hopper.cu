@@ -1,42 +1,42 @@
 // Paged prefill attention of an FP16 pool on Hopper's warpgroup products (sm_90a).
 //
-// As prefill_attention.cu in meaning, arguments, packed rows and softmax; read that first. A CTA
-// computes 128 packed rows with two warpgroups of 64. Tiles of K and V are 128 tokens, copied
-// swizzled by the warpgroups themselves. The scores of tile j + 1 are computed while P of tile j
-// is multiplied with V and while the softmax of either warpgroup runs.
+// As prefill_attention.cu in meaning, arguments, packed rows and softmax; read that first. Each of a
+// CTA's one or two warpgroups (WGS) has 64 packed rows. Tiles of K and V are 128 tokens, copied
+// swizzled by the warpgroups themselves. While a warpgroup makes P of tile j + 1, the tensor cores
+// multiply its P of tile j with V, or work for the other one.
 #include "wgmma.cuh"
 
 constexpr int TILE = 128;   // tokens of a K or V tile
 constexpr int GROUPS = 8;   // of 16 tokens, which always lie in one block
-constexpr int ROWS = 128;   // packed rows of a CTA
 constexpr int ATOM = 128;   // bytes of a row of an operand tile: 64 halves
 constexpr float SLACK = 8;  // log2 of what a score may exceed the reference by
 
 // Shared memory: operand tiles begin at multiples of 1,024.
-template <int D>
+template <int D, int WGS>
 struct Hopper {
   static constexpr int COLUMNS = D / 64;             // operand tiles side by side
   static constexpr int Q_TILE = 64 * ATOM;           // 64 rows of 64 halves
   static constexpr int KV_TILE = TILE * ATOM;        // TILE tokens of 64 halves
-  static constexpr int Q = 0;                        // [2 (warpgroups), COLUMNS] Q_TILE
-  static constexpr int K = Q + 2 * COLUMNS * Q_TILE;    // [2 (buffers), COLUMNS] KV_TILE
-  static constexpr int V = K + 2 * COLUMNS * KV_TILE;   // as K
-  static constexpr int IDS = V + 2 * COLUMNS * KV_TILE; // int [4, GROUPS]
+  static constexpr int Q = 0;                        // [WGS, COLUMNS] Q_TILE
+  static constexpr int K = Q + WGS * COLUMNS * Q_TILE;   // [2 (buffers), COLUMNS] KV_TILE
+  static constexpr int V = K + 2 * COLUMNS * KV_TILE;    // as K
+  static constexpr int IDS = V + 2 * COLUMNS * KV_TILE;  // int [4, GROUPS]
   static constexpr int BYTES = IDS + 4 * 4 * GROUPS;
 };
 
 // out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles
 // {span, first packed row}; spans {first row of q and out, rows, start, row of tables}.
-// Grid (kv_heads, tiles), 256 threads, Hopper<D>::BYTES of dynamic shared memory.
-template <int D>
-__global__ void __launch_bounds__(256, 1)
+// Grid (kv_heads, tiles), 128 * WGS threads, Hopper<>::BYTES of dynamic shared memory.
+template <int D, int WGS>
+__global__ void __launch_bounds__(128 * WGS, 1)
     paged_prefill_hopper(__half* __restrict__ out, const __half* __restrict__ q, i64 q_stride,
                          const u8* __restrict__ pool, i64 block_bytes, i64 k_offset, i64 v_offset,
                          i32 block_shift, i32 kv_heads, i32 group, const int2* __restrict__ tiles,
                          const int4* __restrict__ spans, const i32* __restrict__ tables,
                          i32 table_stride, float scale) {
-  using H = Hopper<D>;
-  constexpr int CHUNKS = D / 8, STEP = 256 / CHUNKS;  // rows that 256 threads copy at once
+  using H = Hopper<D, WGS>;
+  constexpr int ROWS = 64 * WGS;
+  constexpr int CHUNKS = D / 8, STEP = 128 * WGS / CHUNKS;  // rows that all threads copy at once
   extern __shared__ __align__(1024) u8 smem[];
   i32* const ids = reinterpret_cast<i32*>(smem + H::IDS);
 
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(256, 1)
   const i32* const table = tables + static_cast<i64>(span.w) * table_stride;
   const int last_block = (kv_end - 1) >> block_shift;
   const int warp_row = row0 + warp * 16;
+  const bool busy = warp_row <= last;
   const int first_position = start + warp_row / group;
   const int limit[2] = {start + (warp_row + g) / group - 2 * t,
                         start + (warp_row + g + 8) / group - 2 * t};
@@ -148,14 +149,18 @@ __global__ void __launch_bounds__(256, 1)
         sum[h] *= keep[h];
       }
     }
+    // A warp without rows skips this. But it is a branch for the sake of all others: in one block
+    // with the wait that follows, ptxas would wait first and exponentiate afterwards.
+    if (busy) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float base = top[h] * scale;
+      for (int h = 0; h < 2; h++) {
+        const float base = top[h] * scale;
 #pragma unroll
-      for (int n = 0; n < TILE / 8; n++) {
-        s[4 * n + 2 * h] = ex2(s[4 * n + 2 * h] * scale - base);
-        s[4 * n + 2 * h + 1] = ex2(s[4 * n + 2 * h + 1] * scale - base);
-        sum[h] += s[4 * n + 2 * h] + s[4 * n + 2 * h + 1];
+        for (int n = 0; n < TILE / 8; n++) {
+          s[4 * n + 2 * h] = ex2(s[4 * n + 2 * h] * scale - base);
+          s[4 * n + 2 * h + 1] = ex2(s[4 * n + 2 * h + 1] * scale - base);
+          sum[h] += s[4 * n + 2 * h] + s[4 * n + 2 * h + 1];
+        }
       }
     }
     return raise;

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import prefill
+from deepinfer.kernels.compiler import precompile
 from deepinfer.kernels.prefill import (
     PrefillSpan,
     paged_prefill,
@@ -92,18 +93,30 @@ def test_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("head_dim", "group", "block_size", "parts"),
+    ("head_dim", "tile_rows", "group", "block_size", "parts"),
     [
-        (128, 8, 16, ((37, 18), (0, 3), (300, 2), (500, 20))),
-        (64, 3, 32, ((0, 150),)),
-        (64, 1, 16, ((11, 200), (127, 2))),
+        (128, 128, 8, 16, ((37, 18), (0, 3), (300, 2), (500, 20))),
+        (128, 64, 7, 32, ((140, 60),)),
+        (64, 128, 3, 32, ((0, 150),)),
+        (64, 64, 1, 16, ((11, 200), (127, 2))),
     ],
 )
 def test_hopper(
-    head_dim: int, group: int, block_size: int, parts: tuple[tuple[int, int], ...]
+    head_dim: int,
+    tile_rows: int,
+    group: int,
+    block_size: int,
+    parts: tuple[tuple[int, int], ...],
 ) -> None:
     case = Case("fp16", head_dim, 2, group, block_size, parts, gain=4.0)
-    check(case, 128, hopper=True)
+    check(case, tile_rows, hopper=True)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_hopper_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
+    case = Case("fp16", group=3, parts=((0, 150),), gain=8.0)
+    chunks = [PrefillSpan(1, 41, 0, 0), PrefillSpan(42, 1, 41, 0), PrefillSpan(43, 108, 42, 0)]
+    assert torch.equal(case.run(64, chunks, hopper=True), case.run(128, hopper=True))
 
 
 def test_plan_puts_the_longest_tiles_first_and_covers_every_row() -> None:
@@ -164,6 +177,19 @@ def test_hopper_kernel_is_for_what_it_was_made() -> None:
     out = torch.empty(case.q.shape, dtype=torch.float16)
     with pytest.raises(ValueError, match="no such kernel for KV format 2"):
         paged_prefill(out, case.q, case.view, plan, case.tables, scale=1.0, hopper=True)
+
+
+def test_hopper_kernels_stay_in_registers() -> None:
+    pytest.importorskip("cupy", reason="compiling kernels needs CuPy")
+    for each in precompile(prefill.hopper_specs(), "sm_90a"):
+        assert each.resources is not None
+        assert not each.resources.stack_bytes, each.spec.name
+        assert not each.resources.spill_bytes, each.spec.name
+
+
+def test_device_specs_are_those_of_the_device() -> None:
+    wanted = [prefill_spec(FORMATS["fp16"], 128, tile_rows) for tile_rows in prefill.TILE_ROWS]
+    assert list(prefill.device_specs(FORMATS["fp16"], 128, "cpu")) == wanted
 
 
 def test_specs_are_distinct_and_fit_sm86() -> None:
