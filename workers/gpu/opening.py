@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.workers.gpu.budget import (
     CONTEXT_BYTES,
     GRAPH_BYTES,
+    MIB,
     SLACK_BYTES,
     MemoryBudget,
     blocks_that_fit,
@@ -24,7 +26,7 @@ from deepinfer.workers.gpu.budget import (
 )
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.bus import probe_bus
-from deepinfer.workers.gpu.card import Card
+from deepinfer.workers.gpu.card import Card, GpuMemoryError
 from deepinfer.workers.gpu.decoder import GpuDecoder, layer_weights
 from deepinfer.workers.gpu.graphs import buckets, row_bucket
 from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
@@ -94,7 +96,7 @@ def open_gpu(
         graphs=0,
     )
     before = torch.cuda.memory_reserved()
-    with torch.inference_mode():
+    with torch.inference_mode(), _fitting("weights", budget):
         weights = load_weights(model, card.device, model.config.max_positions)
     torch.cuda.empty_cache()
     budget = replace(budget, weights=torch.cuda.memory_reserved() - before)
@@ -106,14 +108,15 @@ def open_gpu(
         sequences, *(linear.max_rows(w) for each in weights.layers for w in layer_weights(each))
     )
     wanted = list(buckets(sequences, model.config.max_positions))
-    buffers = Buffers.allocate(
-        model.config,
-        rows,
-        fused_rows,
-        sequences,
-        _workspace(model.config, card, sequences),
-        card.device,
-    )
+    with _fitting("scratch", budget):
+        buffers = Buffers.allocate(
+            model.config,
+            rows,
+            fused_rows,
+            sequences,
+            _workspace(model.config, card, sequences),
+            card.device,
+        )
     budget = replace(
         budget,
         # Besides the buffers: a block of the runner's for each sequence that is a step ahead.
@@ -193,6 +196,21 @@ def _workspace(config: ModelConfig, card: Card, sequences: int) -> DecodeWorkspa
     return DecodeWorkspace.allocate(
         sequences, config.heads, config.head_dim, most, card.device, max_slots=slots
     )
+
+
+@contextlib.contextmanager
+def _fitting(what: str, budget: MemoryBudget) -> Iterator[None]:
+    """Say in one sentence that the card is too small for ``what``, if it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        have = max(0, budget.left)
+        raise GpuMemoryError(
+            f"the card has no room for the {what}: of {budget.card / MIB:,.0f} MiB it had "
+            f"{have / MIB:,.0f} MiB left, of which {torch.cuda.memory_reserved() / MIB:,.0f} MiB "
+            f"were taken when it wanted more: take a larger card, fewer --max-batch-tokens, or "
+            "a model with smaller weights (W4A16)"
+        ) from error
 
 
 def _used() -> int:
