@@ -1,8 +1,9 @@
-"""The pointwise kernels in the emulator, and the errors of their functions."""
+"""The pointwise kernels, emulated or on a card, and the errors of their functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,39 +12,44 @@ from deepinfer.kernels import pointwise
 from kernels import pointwise_cases as cases
 from kernels.simt.build import COMPILER, emulator
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def emulated() -> Iterator[None]:
-    with emulator(pointwise.specs()):
-        yield
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the kernels run: in the emulator, or on a card."""
+    device: str = request.param
+    with emulator(pointwise.specs()) if device == "cpu" else nullcontext():
+        yield device
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 576), (2, 1048)])
-def test_embed(rows: int, columns: int) -> None:
-    cases.check_embed(rows, columns)
+def test_embed(rows: int, columns: int, device: str) -> None:
+    cases.check_embed(rows, columns, device=device)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 1028), (2, 8192)])
-def test_norms(rows: int, columns: int) -> None:
-    cases.check_norms(rows, columns)
+def test_norms(rows: int, columns: int, device: str) -> None:
+    cases.check_norms(rows, columns, device=device)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1544)])
-def test_swiglu(rows: int, width: int) -> None:
-    cases.check_swiglu(rows, width)
+def test_swiglu(rows: int, width: int, device: str) -> None:
+    cases.check_swiglu(rows, width, device=device)
 
 
 @pytest.mark.parametrize("block_bytes", [16, 70000])
-def test_copy_blocks(block_bytes: int) -> None:
-    cases.check_copy_blocks(block_bytes)
+def test_copy_blocks(block_bytes: int, device: str) -> None:
+    cases.check_copy_blocks(block_bytes, device=device)
 
 
 @pytest.mark.parametrize("shape", cases.ROPES, ids=str)
 @pytest.mark.parametrize("dtype", cases.FORMATS)
-def test_rope_kv_write(dtype: str, shape: cases.Rope) -> None:
-    cases.check_rope_kv_write(dtype, shape)
+def test_rope_kv_write(dtype: str, shape: cases.Rope, device: str) -> None:
+    cases.check_rope_kv_write(dtype, shape, device=device)
 
 
 def test_empty_steps_launch_nothing() -> None:
