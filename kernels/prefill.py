@@ -152,24 +152,18 @@ def paged_prefill(
     belong to no span keep their contents. Query head ``h`` reads KV head ``h // group``.
     Specification: ``reference_prefill.paged_prefill``.
 
-    On a card of compute capability 9.0, FP16 pools have a kernel of their own, which ``hopper``
-    False avoids and True asks for anywhere. Raises ValueError naming the argument.
+    On a card of compute capability 9.0 there are kernels of their own for ``HOPPER_HEAD_DIMS``,
+    which ``hopper`` False avoids and True asks for anywhere. Raises ValueError naming the argument.
     """
     _check(out, q, kv, spans, block_tables)
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    fits = kv.format == KV_FP16 and kv.head_dim in HOPPER_HEAD_DIMS
-    if hopper and not fits:
-        raise ValueError(
-            f"hopper: there is no such kernel for KV format {kv.format} and head_dim {kv.head_dim}"
-        )
+    if hopper and kv.head_dim not in HOPPER_HEAD_DIMS:
+        raise ValueError(f"hopper: head_dim {kv.head_dim} is not one of {HOPPER_HEAD_DIMS}")
     if hopper is None:
-        hopper = fits and _is_hopper(out.device)
-    spec = (
-        hopper_spec(kv.head_dim, spans.tile_rows)
-        if hopper
-        else prefill_spec(kv.format, kv.head_dim, spans.tile_rows)
-    )
+        hopper = kv.head_dim in HOPPER_HEAD_DIMS and _is_hopper(out.device)
+    which = hopper_spec if hopper else prefill_spec
+    spec = which(kv.format, kv.head_dim, spans.tile_rows)
     args = (
         out,
         q,
@@ -178,7 +172,7 @@ def paged_prefill(
         np.int64(kv.block_bytes),
         np.int64(kv.k_offset),
         np.int64(kv.v_offset),
-        *(() if hopper else (np.int64(kv.scale_offset),)),
+        np.int64(kv.scale_offset),
         np.int32(kv.block_size.bit_length() - 1),
         np.int32(kv.kv_heads),
         np.int32(spans.group),
@@ -197,7 +191,7 @@ def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
     k_codes, v_codes = kv_format not in (KV_FP16, KV_K16V8), kv_format != KV_FP16
     halves, codes = TILE_TOKENS * head_dim * 2, TILE_TOKENS * head_dim
     # The sums of `Prefill` in prefill_attention.cu: Q, K and V as halves, staged codes, scales,
-    # block ids.
+    # block ids and jobs.
     shared = tile_rows * head_dim * 2
     shared += halves if k_codes else 2 * halves
     shared += halves if v_codes else 2 * halves
@@ -212,13 +206,18 @@ def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
     )
 
 
-def hopper_spec(head_dim: int, tile_rows: int) -> KernelSpec:
-    """The instance for an FP16 pool on Hopper; it compiles for ``sm_90a`` alone."""
-    # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, block ids.
-    shared = (tile_rows + 4 * _HOPPER_TILE) * head_dim * 2 + 128
+def hopper_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
+    """As ``prefill_spec``, on Hopper; it compiles for ``sm_90a`` alone."""
+    k_codes, v_codes = kv_format not in (KV_FP16, KV_K16V8), kv_format != KV_FP16
+    # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, staged codes,
+    # scales, block ids.
+    shared = (tile_rows + 4 * _HOPPER_TILE) * head_dim * 2
+    shared += _HOPPER_TILE * head_dim * (k_codes + v_codes)
+    shared += 16 * _HOPPER_TILE if kv_format == KV_INT8 else 0
+    shared += 128
     return KernelSpec(
         "prefill_hopper.cu",
-        f"paged_prefill_hopper<{head_dim}, {tile_rows // 64}>",
+        f"paged_prefill_hopper<{kv_format}, {head_dim}, {tile_rows // 64}>",
         2 * tile_rows,
         shared,
     )
@@ -231,20 +230,17 @@ def _is_hopper(device: torch.device) -> bool:
 
 def device_specs(kv_format: int, head_dim: int, device: torch.device | str) -> Iterator[KernelSpec]:
     """What launches over such a pool on ``device`` need: compile it before the first request."""
-    hopper = kv_format == KV_FP16 and head_dim in HOPPER_HEAD_DIMS
-    hopper = hopper and _is_hopper(torch.device(device))
+    hopper = head_dim in HOPPER_HEAD_DIMS and _is_hopper(torch.device(device))
     for tile_rows in TILE_ROWS:
-        yield (
-            hopper_spec(head_dim, tile_rows)
-            if hopper
-            else prefill_spec(kv_format, head_dim, tile_rows)
-        )
+        yield (hopper_spec if hopper else prefill_spec)(kv_format, head_dim, tile_rows)
 
 
 def hopper_specs() -> Iterator[KernelSpec]:
     """What this module may launch besides ``specs()`` where kernels are compiled for sm_90a."""
-    for head_dim, tile_rows in itertools.product(HOPPER_HEAD_DIMS, TILE_ROWS):
-        yield hopper_spec(head_dim, tile_rows)
+    for kv_format, head_dim, tile_rows in itertools.product(
+        KV_FORMATS, HOPPER_HEAD_DIMS, TILE_ROWS
+    ):
+        yield hopper_spec(kv_format, head_dim, tile_rows)
 
 
 def specs() -> Iterator[KernelSpec]:

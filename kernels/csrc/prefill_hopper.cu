@@ -1,9 +1,11 @@
-// Paged prefill attention of an FP16 pool on Hopper's warpgroup products (sm_90a).
+// Paged prefill attention on Hopper's warpgroup products (sm_90a).
 //
 // As prefill_attention.cu in meaning, arguments, packed rows and softmax; read that first. Each of a
 // CTA's one or two warpgroups (WGS) has 64 packed rows. Tiles of K and V are 128 tokens, copied
 // swizzled by the warpgroups themselves. While a warpgroup makes P of tile j + 1, the tensor cores
-// multiply its P of tile j with V, or work for the other one.
+// multiply its P of tile j with V, or work for the other one. Quantised codes are staged as they
+// are and converted, by the threads that copied them, in that time too.
+#include "kv_convert.cuh"
 #include "wgmma.cuh"
 
 constexpr int TILE = 128;   // tokens of a K or V tile
@@ -12,31 +14,44 @@ constexpr int ATOM = 128;   // bytes of a row of an operand tile: 64 halves
 constexpr float SLACK = 8;  // log2 of what a score may exceed the reference by
 
 // Shared memory: operand tiles begin at multiples of 1,024.
-template <int D, int WGS>
+template <int N>
+struct Code {
+  static constexpr int value = N;
+};
+
+template <int KV, int D, int WGS>
 struct Hopper {
-  static constexpr int COLUMNS = D / 64;             // operand tiles side by side
-  static constexpr int Q_TILE = 64 * ATOM;           // 64 rows of 64 halves
-  static constexpr int KV_TILE = TILE * ATOM;        // TILE tokens of 64 halves
-  static constexpr int Q = 0;                        // [WGS, COLUMNS] Q_TILE
+  using Traits = KvTraits<KV>;
+  static constexpr bool K_CODES = Traits::K_CODE != CODE_F16, V_CODES = Traits::V_CODE != CODE_F16;
+  static constexpr int COLUMNS = D / 64;                 // operand tiles side by side
+  static constexpr int Q_TILE = 64 * ATOM;               // 64 rows of 64 halves
+  static constexpr int KV_TILE = TILE * ATOM;            // TILE tokens of 64 halves
+  static constexpr int Q = 0;                            // [WGS, COLUMNS] Q_TILE
   static constexpr int K = Q + WGS * COLUMNS * Q_TILE;   // [2 (buffers), COLUMNS] KV_TILE
   static constexpr int V = K + 2 * COLUMNS * KV_TILE;    // as K
-  static constexpr int IDS = V + 2 * COLUMNS * KV_TILE;  // int [4, GROUPS]
+  static constexpr int K_STAGE = V + 2 * COLUMNS * KV_TILE;             // codes [TILE, D]
+  static constexpr int V_STAGE = K_STAGE + (K_CODES ? TILE * D : 0);    // as K_STAGE
+  static constexpr int SCALES = V_STAGE + (V_CODES ? TILE * D : 0);     // half [4, 2 (K, V), TILE]
+  static constexpr int IDS = SCALES + (Traits::SCALED ? 16 * TILE : 0);  // int [4, GROUPS]
   static constexpr int BYTES = IDS + 4 * 4 * GROUPS;
 };
 
 // out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles
 // {span, first packed row}; spans {first row of q and out, rows, start, row of tables}.
 // Grid (kv_heads, tiles), 128 * WGS threads, Hopper<>::BYTES of dynamic shared memory.
-template <int D, int WGS>
+template <int KV, int D, int WGS>
 __global__ void __launch_bounds__(128 * WGS, 1)
     paged_prefill_hopper(__half* __restrict__ out, const __half* __restrict__ q, i64 q_stride,
                          const u8* __restrict__ pool, i64 block_bytes, i64 k_offset, i64 v_offset,
-                         i32 block_shift, i32 kv_heads, i32 group, const int2* __restrict__ tiles,
+                         i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int2* __restrict__ tiles,
                          const int4* __restrict__ spans, const i32* __restrict__ tables,
-                         i32 table_stride, float scale) {
-  using H = Hopper<D, WGS>;
+                         i32 table_stride, float scale_log2) {
+  using H = Hopper<KV, D, WGS>;
+  constexpr int K_CODE = H::Traits::K_CODE, V_CODE = H::Traits::V_CODE;
+  constexpr bool SCALED = H::Traits::SCALED;
   constexpr int ROWS = 64 * WGS;
   constexpr int CHUNKS = D / 8, STEP = 128 * WGS / CHUNKS;  // rows that all threads copy at once
+  constexpr int CODE_CHUNKS = D / 16, CODE_STEP = 128 * WGS / CODE_CHUNKS;
   extern __shared__ __align__(1024) u8 smem[];
   i32* const ids = reinterpret_cast<i32*>(smem + H::IDS);
 
@@ -55,6 +70,8 @@ __global__ void __launch_bounds__(128 * WGS, 1)
   const int first_position = start + warp_row / group;
   const int limit[2] = {start + (warp_row + g) / group - 2 * t,
                         start + (warp_row + g + 8) / group - 2 * t};
+
+  const float scale = scale_log2 * code_gain<K_CODE>();
 
   // Chunk `chunk` of row `row` of an operand of `rows` rows.
   const u32 row = tid / CHUNKS, chunk = tid % CHUNKS;
@@ -77,7 +94,85 @@ __global__ void __launch_bounds__(128 * WGS, 1)
     }
   };
 
-  if (tid < 3 * GROUPS) ids[tid] = *block_of(tid / GROUPS, tid % GROUPS);
+  // Codes of tile j as they are; the same threads make halves of them later, with no barrier.
+  const u32 code_row = tid / CODE_CHUNKS, code_chunk = tid % CODE_CHUNKS;
+  auto stage = [&](int j, int to, i64 offset) {
+    const u8* const base = pool + offset + code_chunk * 16;
+#pragma unroll
+    for (int i = 0; i < TILE / CODE_STEP; i++) {
+      const int token = j * TILE + i * CODE_STEP + code_row;
+      const int id = ids[(j & 3) * GROUPS + (i * CODE_STEP + code_row) / 16];
+      const u8* from =
+          base + id * block_bytes + (kv_head * block_size + (token & (block_size - 1))) * D;
+      cp_async16_zfill(smem + to + (i * CODE_STEP + code_row) * D + code_chunk * 16, from,
+                       token < kv_end ? 16 : 0);
+    }
+  };
+  auto convert = [&](auto code, int j, int stage, int to, const __half* scales) {
+    constexpr int CODE = decltype(code)::value;
+    const int at = to + (j & 1) * H::COLUMNS * H::KV_TILE;
+#pragma unroll
+    for (int i = 0; i < TILE / CODE_STEP; i++) {
+      const u32 row = i * CODE_STEP + code_row;
+      const uint4 codes = *reinterpret_cast<const uint4*>(smem + stage + row * D + code_chunk * 16);
+      uint4 low, high;
+      code_halves<CODE>(codes.x, low.x, low.y);
+      code_halves<CODE>(codes.y, low.z, low.w);
+      code_halves<CODE>(codes.z, high.x, high.y);
+      code_halves<CODE>(codes.w, high.z, high.w);
+      if (scales) {
+        const __half2 by = u2h(half_bits(scales[row]) * 0x10001u);
+        low.x = h2u(__hmul2(u2h(low.x), by)), low.y = h2u(__hmul2(u2h(low.y), by));
+        low.z = h2u(__hmul2(u2h(low.z), by)), low.w = h2u(__hmul2(u2h(low.w), by));
+        high.x = h2u(__hmul2(u2h(high.x), by)), high.y = h2u(__hmul2(u2h(high.y), by));
+        high.z = h2u(__hmul2(u2h(high.z), by)), high.w = h2u(__hmul2(u2h(high.w), by));
+      }
+      *reinterpret_cast<uint4*>(smem + at + placed(row, 2 * code_chunk, TILE)) = low;
+      *reinterpret_cast<uint4*>(smem + at + placed(row, 2 * code_chunk + 1, TILE)) = high;
+    }
+  };
+  auto scales_of = [&](int j, int which) {
+    return reinterpret_cast<__half*>(smem + H::SCALES) + ((j & 3) * 2 + which) * TILE;
+  };
+  auto load_scales = [&](int j) {
+    if (SCALED && tid < TILE / 4) {
+      // Eight scales a chunk: K of the tile's tokens, then V.
+      const int which = tid / (TILE / 8), first = tid % (TILE / 8) * 8, token = j * TILE + first;
+      const u8* from = pool + ids[(j & 3) * GROUPS + first / 16] * block_bytes + scale_offset +
+                       2 * ((which * kv_heads + kv_head) * block_size + (token & (block_size - 1)));
+      cp_async16_zfill(scales_of(j, which) + first, from, max(0, min(16, 2 * (kv_end - token))));
+    }
+  };
+  // Begins copies: `direct` for halves, to where they are used; `staged` for codes.
+  auto direct = [&](int k, int v) {
+    if constexpr (!H::K_CODES) {
+      if (k < n_tiles) load(k, H::K, k_offset);
+    }
+    if constexpr (!H::V_CODES) {
+      if (v < n_tiles) load(v, H::V, v_offset);
+    }
+  };
+  auto staged = [&](int k, int v) {
+    if constexpr (H::K_CODES) {
+      if (k < n_tiles) stage(k, H::K_STAGE, k_offset);
+    }
+    if constexpr (H::V_CODES) {
+      if (v < n_tiles) stage(v, H::V_STAGE, v_offset);
+    }
+  };
+  auto convert_k = [&](int j) {
+    if constexpr (H::K_CODES) {
+      if (j < n_tiles) convert(Code<K_CODE>(), j, H::K_STAGE, H::K, nullptr);
+    }
+  };
+  auto convert_v = [&](int j) {
+    if constexpr (H::V_CODES) {
+      if (j < n_tiles)
+        convert(Code<V_CODE>(), j, H::V_STAGE, H::V, SCALED ? scales_of(j, 1) : nullptr);
+    }
+  };
+
+  if (tid < 4 * GROUPS) ids[tid] = *block_of(tid / GROUPS, tid % GROUPS);
 #pragma unroll 4
   for (int i = 0; i < ROWS / STEP; i++) {
     const int local = i * STEP + row, packed = min(row0 + local, last);
@@ -88,11 +183,25 @@ __global__ void __launch_bounds__(128 * WGS, 1)
                from);
   }
   __syncthreads();
-  load(0, H::K, k_offset);
+  direct(0, n_tiles);
+  staged(0, 0);
+  load_scales(0);
+  load_scales(1);
   cp_async_commit();
-  load(0, H::V, v_offset);
-  if (n_tiles > 1) load(1, H::K, k_offset);
+  direct(1, 0);
   cp_async_commit();
+  if constexpr (H::V_CODES) {
+    cp_async_wait<0>();
+    __syncthreads();  // scales of V
+    convert_k(0);
+    convert_v(0);
+    staged(1, n_tiles);
+    cp_async_commit();
+    cp_async_wait<0>();
+    convert_k(1);
+    staged(2, 1);
+    cp_async_commit();
+  }
 
   float o[D / 2], s[TILE / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.f, 0.f};
   u32 p[TILE / 16][4];
@@ -115,6 +224,14 @@ __global__ void __launch_bounds__(128 * WGS, 1)
   // Masks and exponentiates the scores of tile j; true if the rows' reference was raised, and
   // then what was summed before must be multiplied by `keep`.
   auto softmax = [&](int j, float (&keep)[2]) {
+    if constexpr (SCALED) {
+#pragma unroll
+      for (int n = 0; n < TILE / 8; n++) {
+        const float2 by = __half22float2(
+            *reinterpret_cast<const __half2*>(scales_of(j, 0) + 8 * n + 2 * t));
+        s[4 * n] *= by.x, s[4 * n + 1] *= by.y, s[4 * n + 2] *= by.x, s[4 * n + 3] *= by.y;
+      }
+    }
     if (j * TILE + TILE - 1 > first_position) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -206,9 +323,12 @@ __global__ void __launch_bounds__(128 * WGS, 1)
     landed();
     scores(j + 1);
     values(j);
-    if (j + 2 < n_tiles) load(j + 2, H::K, k_offset);
-    load(j + 1, H::V, v_offset);
-    if (tid < GROUPS) cp_async4(ids + ((j + 3) & 3) * GROUPS + tid, block_of(j + 3, tid));
+    direct(j + 2, j + 1);
+    convert_k(j + 2);
+    convert_v(j + 1);
+    staged(j + 3, j + 2);
+    if (j + 2 < n_tiles) load_scales(j + 2);
+    if (tid < GROUPS) cp_async4(ids + (j & 3) * GROUPS + tid, block_of(j + 4, tid));
     cp_async_commit();
     wgmma_wait<1>(s);
     const bool raised = softmax(j + 1, keep);
@@ -228,17 +348,17 @@ __global__ void __launch_bounds__(128 * WGS, 1)
 
   // A warp's rows of Q are its own, but products of the whole warpgroup read them.
   __syncthreads();
-  u8* const staged = smem + H::Q + warpgroup * H::COLUMNS * H::Q_TILE;
+  u8* const result = smem + H::Q + warpgroup * H::COLUMNS * H::Q_TILE;
   const int local = (warp & 3) * 16;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float x = sum[h];
     x += __shfl_xor_sync(FULL_WARP, x, 1);
     x += __shfl_xor_sync(FULL_WARP, x, 2);
-    const float inverse = 1.f / x;
+    const float inverse = code_gain<V_CODE>() / x;
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
-      *reinterpret_cast<u32*>(staged + placed(local + 8 * h + g, n, 64) + 4 * t) =
+      *reinterpret_cast<u32*>(result + placed(local + 8 * h + g, n, 64) + 4 * t) =
           pack_half2(o[4 * n + 2 * h] * inverse, o[4 * n + 2 * h + 1] * inverse);
   }
   __syncwarp();
@@ -251,6 +371,6 @@ __global__ void __launch_bounds__(128 * WGS, 1)
     const i64 head = static_cast<i64>(span.x + packed / group) * heads + kv_head * group +
                      packed % group;
     *reinterpret_cast<uint4*>(out + head * D + column * 8) =
-        *reinterpret_cast<const uint4*>(staged + placed(local + line, column, 64));
+        *reinterpret_cast<const uint4*>(result + placed(local + line, column, 64));
   }
 }

@@ -16,6 +16,7 @@ from deepinfer.kernels import prefill
 from deepinfer.kernels.compiler import precompile
 from deepinfer.kernels.prefill import (
     PrefillSpan,
+    hopper_spec,
     paged_prefill,
     plan_prefill,
     prefill_spec,
@@ -33,13 +34,22 @@ EMULATED = [
 ]
 """(format, head_dim, tile_rows) of the instances that are run here."""
 
+HOPPER = [
+    *itertools.product([FORMATS["fp16"]], [64, 128], [64, 128]),
+    (FORMATS["int8"], 128, 128),
+    (FORMATS["fp8"], 64, 64),
+    (FORMATS["fp8_e5m2"], 64, 128),
+    (FORMATS["k16v8"], 128, 64),
+]
+"""As ``EMULATED``, on Hopper; these are also compiled for it here."""
+
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[None]:
     if COMPILER is None:
         pytest.skip("needs g++")
-    specs = [*(prefill_spec(*instance) for instance in EMULATED), *prefill.hopper_specs()]
-    with emulator(specs):
+    specs = [prefill_spec(*instance) for instance in EMULATED]
+    with emulator([*specs, *(hopper_spec(*instance) for instance in HOPPER)]):
         yield
 
 
@@ -93,22 +103,25 @@ def test_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("head_dim", "tile_rows", "group", "block_size", "parts"),
+    ("dtype", "head_dim", "tile_rows", "group", "block_size", "parts"),
     [
-        (128, 128, 8, 16, ((37, 18), (0, 3), (300, 2), (500, 20))),
-        (128, 64, 7, 32, ((140, 60),)),
-        (64, 128, 3, 32, ((0, 150),)),
-        (64, 64, 1, 16, ((11, 200), (127, 2))),
+        ("fp16", 128, 128, 8, 16, ((37, 18), (0, 3), (300, 2), (500, 20))),
+        ("fp16", 64, 64, 1, 16, ((11, 200), (127, 2))),
+        ("int8", 128, 128, 7, 32, ((140, 10), (0, 5), (390, 20))),
+        ("fp8", 64, 64, 3, 32, ((0, 150), (300, 1))),
+        ("fp8_e5m2", 64, 128, 4, 16, ((250, 35),)),
+        ("k16v8", 128, 64, 7, 16, ((140, 10), (600, 2))),
     ],
 )
 def test_hopper(
+    dtype: str,
     head_dim: int,
     tile_rows: int,
     group: int,
     block_size: int,
     parts: tuple[tuple[int, int], ...],
 ) -> None:
-    case = Case("fp16", head_dim, 2, group, block_size, parts, gain=4.0)
+    case = Case(dtype, head_dim, 2, group, block_size, parts, gain=4.0)
     check(case, tile_rows, hopper=True)
 
 
@@ -172,16 +185,16 @@ def test_arguments_are_checked_by_name() -> None:
 
 
 def test_hopper_kernel_is_for_what_it_was_made() -> None:
-    case = Case("fp8")
+    case = Case("fp8", head_dim=96)
     plan = plan_prefill(case.spans, group=8, tile_rows=128)
     out = torch.empty(case.q.shape, dtype=torch.float16)
-    with pytest.raises(ValueError, match="no such kernel for KV format 2"):
+    with pytest.raises(ValueError, match="hopper: head_dim 96 is not one of"):
         paged_prefill(out, case.q, case.view, plan, case.tables, scale=1.0, hopper=True)
 
 
 def test_hopper_kernels_stay_in_registers() -> None:
     pytest.importorskip("cupy", reason="compiling kernels needs CuPy")
-    for each in precompile(prefill.hopper_specs(), "sm_90a"):
+    for each in precompile([hopper_spec(*instance) for instance in HOPPER], "sm_90a"):
         assert each.resources is not None
         assert not each.resources.stack_bytes, each.spec.name
         assert not each.resources.spill_bytes, each.spec.name
