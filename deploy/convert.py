@@ -109,8 +109,9 @@ def _convert(path: Path, target: Path, group: int, bar: Progress) -> list[str]:
         check_model(folder, threads=None)
         size = (folder / "model.safetensors").stat().st_size
         folder.rename(target)
+    layers = len(linear_names(model.config))
     return [
-        f"{target}: {len(linear_names(model.config))} linear layers in 4 bits, rounded to nearest, symmetric, a scale "
+        f"{target}: {layers} linear layers in 4 bits, rounded to nearest, symmetric, a scale "
         f"for every {group} weights; embedding and head in 16 bits; {size / 1e6:,.1f} MB",
         "Rounding to nearest knows no calibration data: compare with `deepinfer bench quality`.",
     ]

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors on the card: fused, in half precision, and nowhere else."""
+"""A checkpoint's tensors on the card: fused, in half precision or 4 bits, and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.linear import F16Weight, Weight, interleave_gate_up
+from deepinfer.kernels.linear import F16Weight, W4Weight, Weight, interleave_gate_up, pack_w4
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import EMBEDDING, MLP_WIDTH_MULTIPLE, RopeTable
 from deepinfer.workers.model.heap import trim_heap
+from deepinfer.workers.model.quantized import QuantizedTensor, stack
 from deepinfer.workers.model.weights import CheckpointError, LoadedModel, WeightSource
 
 HALF_MAX: Final = 65504.0
@@ -54,6 +55,11 @@ class GpuWeights:
     def mlp_width(self) -> int:
         """Columns of ``down``."""
         return padded_width(self.config)
+
+
+def layer_weights(layer: GpuLayer) -> tuple[Weight, ...]:
+    """The linear layers of one layer."""
+    return layer.qkv, layer.out, layer.gate_up, layer.down
 
 
 def padded_width(config: ModelConfig) -> int:
@@ -127,18 +133,63 @@ class _Reader:
         parts = [self.half(name) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def linear(self, names: Sequence[str], bias: Tensor | None, columns: int) -> Weight:
+        """Layers one below the other, with zeros up to ``columns`` inputs.
+
+        They are kept in 4 bits if the checkpoint has all of them so.
+        """
+        packed = self.packed(names)
+        if packed is None:
+            weight = self.rows(names)
+            missing = columns - weight.shape[1]
+            return F16Weight(F.pad(weight, (0, missing)) if missing else weight, bias)
+        # Groups of a power of two from 32 up: nothing is missing.
+        return _w4(packed, bias)
+
+    def gate_up(self, names: Sequence[str], bias: Tensor | None, padding: int) -> Weight:
+        """Gate and up (or one layer that is both), ``padding`` rows added to each, interleaved."""
+        packed = self.packed(names)
+        if packed is None:
+            gate, up = self.rows(names).chunk(2)
+            if padding:
+                gate, up = (F.pad(part, (0, 0, 0, padding)) for part in (gate, up))
+            return F16Weight(interleave_gate_up(gate, up), bias)
+        width = packed.codes.shape[0] // 2
+        parts = [packed.rows(start, start + width).padded(padding) for start in (0, width)]
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return _w4(
+            QuantizedTensor(
+                interleave_gate_up(*(part.codes for part in parts)),
+                interleave_gate_up(*(part.scales for part in parts)),
+                interleave_gate_up(*zeros) if zeros else None,
+            ),
+            bias,
+        )
+
+    def packed(self, names: Sequence[str]) -> QuantizedTensor | None:
+        """4-bit matrices one below the other, if the checkpoint has all of them so."""
+        parts: list[QuantizedTensor] = []
+        for name in names:
+            part = self._source.read_quantized(name, self._device)
+            if part is None:
+                return None
+            parts.append(part)
+        return stack(parts)
+
+
+def _w4(weight: QuantizedTensor, bias: Tensor | None) -> W4Weight:
+    return pack_w4(weight.codes, weight.scales, weight.zeros, bias=bias)
+
 
 def _layer(reader: _Reader, config: ModelConfig, index: int) -> GpuLayer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     padding = padded_width(config) - config.intermediate_size
     if config.fused_projections:
-        qkv = reader.half(f"{attention}.qkv_proj.weight")
-        gate, up = reader.half(f"{mlp}.gate_up_proj.weight").chunk(2)
+        qkv, gate_up = [f"{attention}.qkv_proj.weight"], [f"{mlp}.gate_up_proj.weight"]
     else:
-        qkv = reader.rows([f"{attention}.{part}_proj.weight" for part in "qkv"])
-        gate = reader.half(f"{mlp}.gate_proj.weight")
-        up = reader.half(f"{mlp}.up_proj.weight")
+        qkv = [f"{attention}.{part}_proj.weight" for part in "qkv"]
+        gate_up = [f"{mlp}.{part}_proj.weight" for part in ("gate", "up")]
     qkv_bias = gate_up_bias = out_bias = down_bias = None
     if config.qkv_bias:
         qkv_bias = reader.rows([f"{attention}.{part}_proj.bias" for part in "qkv"])
@@ -149,15 +200,13 @@ def _layer(reader: _Reader, config: ModelConfig, index: int) -> GpuLayer:
         gate_bias, up_bias = (F.pad(bias, (0, padding))[:, None] for bias in biases)
         gate_up_bias = interleave_gate_up(gate_bias, up_bias).view(-1)
         down_bias = reader.half(f"{mlp}.down_proj.bias")
-    gate, up = (F.pad(part, (0, 0, 0, padding)) if padding else part for part in (gate, up))
-    down = reader.half(f"{mlp}.down_proj.weight")
     return GpuLayer(
         input_norm=reader.vector(f"{prefix}.input_layernorm.weight"),
-        qkv=F16Weight(qkv, qkv_bias),
+        qkv=reader.linear(qkv, qkv_bias, config.hidden_size),
         q_norm=reader.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
         k_norm=reader.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
-        out=F16Weight(reader.half(f"{attention}.o_proj.weight"), out_bias),
+        out=reader.linear([f"{attention}.o_proj.weight"], out_bias, config.heads * config.head_dim),
         mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=F16Weight(interleave_gate_up(gate, up), gate_up_bias),
-        down=F16Weight(F.pad(down, (0, padding)) if padding else down, down_bias),
+        gate_up=reader.gate_up(gate_up, gate_up_bias, padding),
+        down=reader.linear([f"{mlp}.down_proj.weight"], down_bias, padded_width(config)),
     )

@@ -149,7 +149,8 @@ class PackedWeights:
                 codes, zeros = _awq(module, tensors)
             case Packing.COMPRESSED_TENSORS:
                 codes, zeros = _compressed_tensors(module, tensors)
-        scales = tensors[_SCALES[self._packing]].to(torch.float16)
+        # A copy: where a tensor begins in a file suits no kernel.
+        scales = tensors[_SCALES[self._packing]].to(torch.float16, copy=True)
         if self._packing is not Packing.COMPRESSED_TENSORS:
             scales = scales.t()
         if not bool(scales.isfinite().all()):

@@ -98,9 +98,10 @@ class SafetensorsFile:
             raise CheckpointError(f"{where}: entry is not an object")
         dtype = self._dtypes.get(str(entry.get("dtype")))
         if dtype is None:
+            hint = " (integers only where config.json has a quantization_config)"
             raise CheckpointError(
                 f"{where}: dtype {entry.get('dtype')!r} is not supported, only "
-                f"{', '.join(self._dtypes)}"
+                f"{', '.join(self._dtypes)}{hint if self._dtypes is _DTYPES else ''}"
             )
         shape = _naturals(entry.get("shape"))
         offsets = _naturals(entry.get("data_offsets"))
