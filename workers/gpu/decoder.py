@@ -17,7 +17,6 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import KvView, paged_decode
 from deepinfer.kernels.linear import (
-    Weight,
     linear_logits,
     linear_norm,
     linear_residual,
@@ -29,7 +28,7 @@ from deepinfer.kernels.prefill import PrefillSpans, paged_prefill
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.inputs import InputViews
 from deepinfer.workers.gpu.products import Products, multiply_into_float32
-from deepinfer.workers.gpu.weights import GpuLayer, GpuWeights
+from deepinfer.workers.gpu.weights import GpuLayer, GpuWeights, layer_weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,8 +177,3 @@ class GpuDecoder:
         config = self.weights.config
         width = config.heads * config.head_dim
         return qkv[:, :width].view(-1, config.heads, config.head_dim)
-
-
-def layer_weights(layer: GpuLayer) -> tuple[Weight, ...]:
-    """The linear layers of one layer."""
-    return layer.qkv, layer.out, layer.gate_up, layer.down

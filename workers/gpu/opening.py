@@ -27,13 +27,13 @@ from deepinfer.workers.gpu.budget import (
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.bus import probe_bus
 from deepinfer.workers.gpu.card import Card, GpuMemoryError
-from deepinfer.workers.gpu.decoder import GpuDecoder, layer_weights
+from deepinfer.workers.gpu.decoder import GpuDecoder
 from deepinfer.workers.gpu.graphs import buckets, row_bucket
 from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.gpu.shapes import check_kernels, kv_views, model_specs
-from deepinfer.workers.gpu.weights import GpuWeights, load_weights
+from deepinfer.workers.gpu.weights import GpuWeights, layer_weights, load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
@@ -81,16 +81,10 @@ def open_gpu(
     torch.cuda.set_device(card.index)
     # Halves are summed in float32 from end to end, also where cuBLAS splits a sum.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    began = time.monotonic()
-    precompile(model_specs(model.config, layout))
-    compiled_s = time.monotonic() - began
-    used = _used() - torch.cuda.memory_reserved()
-    context = min(used, CONTEXT_BYTES) if settings.shared else used
     budget = MemoryBudget(
         card=card.bytes_total,
         utilization=settings.memory_utilization,
-        context=context,
-        others=used - context,
+        context=_used(),
         weights=0,
         scratch=0,
         graphs=0,
@@ -98,8 +92,18 @@ def open_gpu(
     before = torch.cuda.memory_reserved()
     with torch.inference_mode(), _fitting("weights", budget):
         weights = load_weights(model, card.device, model.config.max_positions)
+    began = time.monotonic()
+    precompile(model_specs(weights, layout))
+    compiled_s = time.monotonic() - began
     torch.cuda.empty_cache()
-    budget = replace(budget, weights=torch.cuda.memory_reserved() - before)
+    used = _used() - torch.cuda.memory_reserved()
+    context = min(used, CONTEXT_BYTES) if settings.shared else used
+    budget = replace(
+        budget,
+        weights=torch.cuda.memory_reserved() - before,
+        context=context,
+        others=used - context,
+    )
 
     before = torch.cuda.memory_reserved()
     sequences = row_bucket(sizes.sequences) or sizes.sequences

@@ -8,7 +8,9 @@ from typing import Final
 from deepinfer.kernels import attention, linear, pointwise, prefill
 from deepinfer.kernels.attention import KvView
 from deepinfer.kernels.compiler import KernelSpec
+from deepinfer.kernels.linear import W4Weight
 from deepinfer.kvstore.core.layout import KvLayout
+from deepinfer.workers.gpu.weights import GpuWeights, layer_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.pool import PagedPool
 
@@ -70,11 +72,14 @@ def check_kernels(config: ModelConfig, layout: KvLayout) -> None:
         )
 
 
-def model_specs(config: ModelConfig, layout: KvLayout) -> Iterator[KernelSpec]:
-    """Every kernel that a model's steps may launch."""
+def model_specs(weights: GpuWeights, layout: KvLayout) -> Iterator[KernelSpec]:
+    """Every kernel that a model's steps may launch on its card."""
+    config = weights.config
     form, group = KV_FORMATS[layout.dtype.name], config.heads // config.kv_heads
     yield attention.decode_spec(form, config.head_dim, group)
-    for tile_rows in prefill.TILE_ROWS:
-        yield prefill.prefill_spec(form, config.head_dim, tile_rows)
-    yield from linear.specs()
+    yield from prefill.device_specs(form, config.head_dim, weights.embedding.device)
     yield from pointwise.specs()
+    packed = any(isinstance(w, W4Weight) for each in weights.layers for w in layer_weights(each))
+    for spec in linear.specs():
+        if packed or "w4" not in spec.source:
+            yield spec
