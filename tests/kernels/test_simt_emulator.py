@@ -81,6 +81,15 @@ __global__ void tickets(float* total, float* parts, int* ticket, const float* x)
   *ticket = 0;
 }
 
+__global__ void unwritten(float* out) {
+  __shared__ float held[32];
+  extern __shared__ float more[];
+  if (threadIdx.x % 2) held[threadIdx.x] = more[threadIdx.x] = 1.f;
+  __syncwarp();
+  out[threadIdx.x] = held[threadIdx.x];
+  out[32 + threadIdx.x] = more[threadIdx.x];
+}
+
 template <int WAIT>
 __global__ void staged(uint4* out, const uint4* in) {
   __shared__ uint4 stage[2][32];
@@ -209,6 +218,14 @@ def test_last_block_sees_what_all_wrote_and_resets_the_ticket() -> None:
     run("tickets", 32, total, parts, ticket, x, grid=(5, 1, 1))
     assert float(total) == float(x.sum())
     assert int(ticket) == 0
+
+
+def test_shared_memory_is_poisoned_before_every_block() -> None:
+    out = torch.zeros(64)
+    for _ in range(2):
+        run("unwritten", 32, out, grid=(2, 1, 1), shared_bytes=128)
+        assert out[::2].isnan().all()
+        assert (out[1::2] == 1).all()
 
 
 def test_asynchronous_copies_arrive_when_waited_for() -> None:

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include <link.h>
 #include <sys/mman.h>
 #include <xmmintrin.h>
 
@@ -29,7 +30,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __shared__ static thread_local  // not for threads: it keeps a file's variables together
 #define __constant__ static const
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
@@ -236,12 +237,41 @@ inline int barrier(const char* what, Vote vote, int predicate) {
   return barrier_result;
 }
 
+// Static shared memory is what the shared object has of thread-local data.
+struct Span {
+  void* begin = nullptr;
+  size_t bytes = 0;
+};
+
+inline Span statics;
+inline thread_local char anchor;
+
+inline Span static_shared() {
+  Span found;
+  *const_cast<volatile char*>(&anchor) = 0;  // allocates the data
+  dl_iterate_phdr([](dl_phdr_info* info, size_t, void* result) {
+    const auto here = reinterpret_cast<uintptr_t>(&static_shared);
+    bool ours = false;
+    size_t bytes = 0;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      const auto& header = info->dlpi_phdr[i];
+      if (header.p_type == PT_LOAD && here - info->dlpi_addr - header.p_vaddr < header.p_memsz)
+        ours = true;
+      if (header.p_type == PT_TLS) bytes = header.p_memsz;
+    }
+    if (ours) *static_cast<Span*>(result) = {info->dlpi_tls_data, bytes};
+    return int(ours);
+  }, &found);
+  return found;
+}
+
 inline void run_block() {
   const int warps = (thread_count + 31) / 32;
   const bool descending = (block_index.x + block_index.y + block_index.z) & 1;
   finished = at_barrier = 0;
   // Whoever reads shared memory that was not written gets NaN or a wild index.
   memset(shared_memory, 0xFF, shared_bytes);
+  memset(statics.begin, 0xFF, statics.bytes);
   for (int i = 0; i < thread_count; ++i) start(threads[i], i);
   while (finished < thread_count) {
     bool progress = false;
@@ -353,6 +383,7 @@ inline void run_grid(void (*kernel)(), const unsigned* grid, unsigned block, siz
   static char* const shared_end = shared_memory + SHARED_MAX;
   shared_bytes = (dynamic + 15) / 16 * 16;
   shared_memory = shared_end - shared_bytes;
+  statics = static_shared();
   body = kernel;
   grid_dim = {grid[0], grid[1], grid[2]};
   block_dim = {block, 1, 1};
