@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,9 +108,10 @@ class GpuRunner:
     def capture(self) -> int:
         """Capture a graph for every bucket that steps may need; returns how many."""
         graphs = DecodeGraphs(self._decode)
-        for bucket in buckets(self._limits.sequences, self._limits.context):
-            self._inputs.write((), (), self._shape(bucket))
-            graphs.capture(bucket)
+        with _no_collection():
+            for bucket in buckets(self._limits.sequences, self._limits.context):
+                self._inputs.write((), (), self._shape(bucket))
+                graphs.capture(bucket)
         self._graphs = graphs
         return len(graphs)
 
@@ -375,3 +378,16 @@ class GpuRunner:
                 f"a step of {rows} rows in {len(slices)} slices: at most {self._limits.rows} and "
                 f"{self._limits.sequences} were allocated for"
             )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep cycles with CUDA objects from being freed meanwhile: captures allow no such calls."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
