@@ -37,6 +37,9 @@ _HOPPER_TILE: Final = 128
 """Tokens of its K and V tiles (``TILE`` in ``prefill_hopper.cu``)."""
 
 _HOPPER_TARGET: Final = "sm_90a"
+_HOPPER_CHOSEN: Final = False
+"""Whether launches choose it by themselves: not before it has been checked on such a card."""
+
 _THREADS: Final = 128
 _ALIGNMENT: Final = 16
 _TILES_MAX: Final = 65535
@@ -225,7 +228,7 @@ def hopper_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and device_target() == _HOPPER_TARGET
+    return _HOPPER_CHOSEN and device.type == "cuda" and device_target() == _HOPPER_TARGET
 
 
 def device_specs(kv_format: int, head_dim: int, device: torch.device | str) -> Iterator[KernelSpec]:
