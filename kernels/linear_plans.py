@@ -52,18 +52,23 @@ class TiledPlan:
 
 EXPAND: Final = KernelSpec("expand_w4.cu", "expand_w4", 256)
 
-# By (few tiles of rows for the card's SMs, column tiles).
+# By (tiles of rows for the card's SMs, column tiles): warps, the order of the sums, is the same for
+# every column tile.
 _F16_PLANS: Final = {
-    (True, 1): Plan(1, 1, 16, 2, 0),
-    (True, 2): Plan(2, 1, 16, 2, 0),
-    (False, 1): Plan(1, 1, 8, 4, 0),
-    (False, 2): Plan(2, 1, 8, 4, 0),
+    ("few", 1): Plan(1, 1, 16, 2, 0),
+    ("few", 2): Plan(2, 1, 16, 2, 0),
+    ("some", 1): Plan(1, 1, 8, 4, 0),
+    ("some", 2): Plan(2, 1, 8, 4, 0),
+    ("many", 1): Plan(1, 1, 8, 4, 0),
+    ("many", 2): Plan(2, 1, 8, 4, 0),
 }
 _W4_PLANS: Final = {
-    (True, 1): Plan(1, 1, 16, 2, 0),
-    (True, 2): Plan(2, 1, 16, 2, 0),
-    (False, 1): Plan(1, 1, 4, 2, 0),
-    (False, 2): Plan(2, 2, 4, 2, 0),
+    ("few", 1): Plan(1, 1, 16, 2, 0),
+    ("few", 2): Plan(2, 1, 16, 2, 0),
+    ("some", 1): Plan(1, 1, 8, 2, 0),
+    ("some", 2): Plan(2, 1, 8, 2, 0),
+    ("many", 1): Plan(1, 1, 4, 2, 0),
+    ("many", 2): Plan(2, 2, 4, 2, 0),
 }
 _F16_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}
 _W4_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}
@@ -79,23 +84,24 @@ def plan_for(weight: Weight, m: int, sm_count: int, *, split: bool = True) -> Pl
 
     Without ``split`` K stays in one CTA, which needs no ``Workspace``.
     """
-    kind = isinstance(weight, F16Weight)
+    plain = isinstance(weight, F16Weight)
     if m <= DIRECT_ROWS_MAX:
-        narrow = partials(weight.rows) <= 2 * sm_count
-        return (_F16_PLANS if kind else _W4_PLANS)[narrow, 1 if m <= 8 else 2]
+        tiles = partials(weight.rows)
+        amount = "few" if tiles <= sm_count else "some" if tiles <= 2 * sm_count else "many"
+        return (_F16_PLANS if plain else _W4_PLANS)[amount, 1 if m <= 8 else 2]
     column_tiles = 4 if m <= 32 else 8
-    plan = (_F16_TILED if kind else _W4_TILED)[column_tiles]
+    plan = (_F16_TILED if plain else _W4_TILED)[column_tiles]
     blocks = -(-weight.rows // plan.rows)
-    step = 64 if kind else 128
+    step = 64 if plain else 128
     splits = max(1, min(2 * sm_count // blocks, weight.columns // (2 * step))) if split else 1
     return replace(plan, splits=splits)
 
 
 def specs() -> Iterator[KernelSpec]:
     """Every kernel that this module may launch."""
-    f16: list[Plan | TiledPlan] = [*_F16_PLANS.values(), *_F16_TILED.values()]
+    f16: list[Plan | TiledPlan] = [*dict.fromkeys(_F16_PLANS.values()), *_F16_TILED.values()]
     yield from map(f16_spec, f16)
-    w4: list[Plan | TiledPlan] = [*_W4_PLANS.values(), *_W4_TILED.values()]
+    w4: list[Plan | TiledPlan] = [*dict.fromkeys(_W4_PLANS.values()), *_W4_TILED.values()]
     for plan in w4:
         for group_chunks in (1, 2, 4):
             yield w4_spec(group_chunks, plan)

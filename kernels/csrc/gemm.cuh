@@ -14,11 +14,13 @@
 // How the weights are stored is the policy F:
 //   CHUNKS            chunks of 32 k in a step
 //   GROUP_CHUNKS      chunks that share a scale; 0: no scales, sums stay in the accumulators
+//   Rows              where a lane's rows g and g + 8 of a tile of 16 begin: rows(row, row8)
 //   Tile              a lane's part of 16 rows and one step, as loaded
-//   load(tile, row, row8, k)        issues the loads of rows g and g + 8 (k: start of the step)
+//   load(tile, rows, k, ahead)      issues the loads of the step at k + ahead
+//   live(chunk, k)                  whether the chunk of the step at k is within K
+//   x_offset(chunk, t)              where in the step the lane's 8 values of X are
 //   fragments(tile, chunk, a)       the A operands of the chunk's two mma
 //   scale(tile, group, half)        what the sums of row g (half 0) or g + 8 (1) multiply, as half
-//   x_offset(chunk, t)              where in the step the lane's 8 values of X are
 #pragma once
 #include "primitives.cuh"
 
@@ -28,6 +30,12 @@ enum Epilogue {
   RESIDUAL = 2,  // residual += acc + bias; half out = residual gamma; sums of residual^2
   LOGITS = 3,    // float out = acc rstd + bias
 };
+
+// CTAs that an SM should hold at least, which bounds the registers: enough loads must be in flight.
+constexpr int resident_ctas(int row_tiles, int warps, int ahead) {
+  const int resident_warps = row_tiles > 1 || ahead ? 12 : 16;
+  return warps < resident_warps ? resident_warps / warps : 1;
+}
 
 // What happens to the sums. Null: no bias, rstd = 1.
 struct Finish {
@@ -50,13 +58,6 @@ DEV void clear(float (&sums)[MT][NT][4]) {
     for (int j = 0; j < NT; ++j)
 #pragma unroll
       for (int v = 0; v < 4; ++v) sums[i][j][v] = 0.f;
-}
-
-// 16 bytes that other CTAs of this SM read too; zeros, and no access, unless `valid`.
-DEV uint4 load_or_zero(const __half* p, bool valid) {
-  uint4 zero;
-  zero.x = zero.y = zero.z = zero.w = 0;
-  return valid ? __ldg(reinterpret_cast<const uint4*>(p)) : zero;
 }
 
 // What row m of X multiplies: rstd[COLUMNS] of the rows from m0, each added up in a fixed order. A
@@ -164,41 +165,57 @@ DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish
   const int m0 = blockIdx.x * COLUMNS, first_k = warp * STEP;
 
   typename F::Tile ring[DEPTH][MT];
-  auto load = [&](typename F::Tile(&tiles)[MT], int n0, int k) {
+  typename F::Rows rows[MT];
+  auto find_rows = [&](int n0) {
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
       const int row = n0 + 16 * i + g;  // rows beyond N repeat the last one, and are not stored
-      weights.load(tiles[i], min(row, N - 1), min(row + 8, N - 1), k);
+      rows[i] = weights.rows(min(row, N - 1), min(row + 8, N - 1));
     }
   };
+  auto load = [&](typename F::Tile(&tiles)[MT], int k, int ahead) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i) weights.load(tiles[i], rows[i], k, ahead);
+  };
   int n0 = blockIdx.y * ROWS;
+  find_rows(n0);
 #pragma unroll
   for (int stage = 0; stage < DEPTH; ++stage)
-    if (first_k + stage * STRIDE < K) load(ring[stage], n0, first_k + stage * STRIDE);
+    if (first_k + stage * STRIDE < K) load(ring[stage], first_k, stage * STRIDE);
   row_scales<COLUMNS, WARPS>(f, rstd, m0, M, K);
 
-  float acc[MT][NT][4];
+  // Columns beyond M repeat the last one, and are not stored.
+  const __half* x_rows[NT];
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    x_rows[j] = x + static_cast<i64>(min(m0 + 8 * j + g, M - 1)) * K + F::x_offset(0, t);
+    opaque(x_rows[j]);
+  }
   typedef uint4 Activations[NT][F::CHUNKS];
-  auto load_x = [&](Activations& values, int k) {
+  auto load_x = [&](Activations& values, int k, int ahead) {
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
-      const int m = m0 + 8 * j + g;
-      const __half* row = x + static_cast<i64>(m) * K;
+      const __half* from = x_rows[j] + k;
 #pragma unroll
       for (int chunk = 0; chunk < F::CHUNKS; ++chunk) {
-        const int at = k + F::x_offset(chunk, t);
-        values[j][chunk] = load_or_zero(row + at, m < M && at < K);
+        const int offset = ahead + F::x_offset(chunk, 0) - F::x_offset(0, 0);
+        if (weights.live(chunk, k + ahead))
+          values[j][chunk] = __ldg(reinterpret_cast<const uint4*>(from + offset));
       }
     }
   };
-  auto multiply = [&](const typename F::Tile(&tiles)[MT], const Activations& values) {
+  // Two chains of sums, one for each mma of a chunk: an mma waits long for the one it adds to.
+  float acc[2][MT][NT][4];
+  auto multiply = [&](const typename F::Tile(&tiles)[MT], const Activations& values, int k) {
 #pragma unroll
     for (int first = 0; first < F::CHUNKS; first += GROUP) {
-      float part[MT][NT][4];
-      if (F::GROUP_CHUNKS) clear(part);
+      if (!weights.live(first, k)) break;
+      float part[2][MT][NT][4];
+      if (F::GROUP_CHUNKS) clear(part[0]), clear(part[1]);
       auto& into = F::GROUP_CHUNKS ? part : acc;
 #pragma unroll
-      for (int chunk = first; chunk < first + GROUP; ++chunk)
+      for (int chunk = first; chunk < first + GROUP; ++chunk) {
+        if (!weights.live(chunk, k)) break;
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
           u32 a[2][4];
@@ -206,42 +223,49 @@ DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
             const uint4 b = values[j][chunk];
-            mma16816(into[i][j], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
-            mma16816(into[i][j], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+            mma16816(into[0][i][j], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+            mma16816(into[1][i][j], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
           }
         }
+      }
       if (F::GROUP_CHUNKS)
 #pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          const float low = __half2float(weights.scale(tiles[i], first / GROUP, 0));
-          const float high = __half2float(weights.scale(tiles[i], first / GROUP, 1));
+        for (int i = 0; i < MT; ++i)
 #pragma unroll
-          for (int j = 0; j < NT; ++j) {
-            acc[i][j][0] += low * part[i][j][0];
-            acc[i][j][1] += low * part[i][j][1];
-            acc[i][j][2] += high * part[i][j][2];
-            acc[i][j][3] += high * part[i][j][3];
+          for (int half = 0; half < 2; ++half) {
+            const float scale = __half2float(weights.scale(tiles[i], first / GROUP, half));
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+              for (int v = 2 * half; v < 2 * half + 2; ++v)
+                acc[0][i][j][v] += scale * (part[0][i][j][v] + part[1][i][j][v]);
           }
-        }
     }
   };
   Activations values[AHEAD + 1];
-  if (AHEAD) load_x(values[0], first_k);
+  if (AHEAD) load_x(values[0], first_k, 0);
   for (int buffer = 0; n0 < N; buffer ^= 1) {
     const int next_n0 = n0 + gridDim.y * ROWS;
-    clear(acc);
+    clear(acc[0]), clear(acc[1]);
     for (int k = first_k; k - first_k < K; k += ROUND) {
+      // The last round fetches the first of the next tile.
       const bool last = k + ROUND - first_k >= K;
+      const int next_k = last ? first_k : k + ROUND;
+      const bool more = !last || next_n0 < N;
+      if (last) find_rows(next_n0);
 #pragma unroll
       for (int stage = 0; stage < DEPTH; ++stage) {
         const int at = k + stage * STRIDE, then = at + STRIDE;
-        if (AHEAD) load_x(values[(stage + 1) % (AHEAD + 1)], then < K ? then : first_k);
-        if (at < K) {
-          if (!AHEAD) load_x(values[0], at);
-          multiply(ring[stage], values[stage % (AHEAD + 1)]);
+        if (AHEAD) {
+          const bool within = then < K;
+          load_x(values[(stage + 1) % (AHEAD + 1)], within ? k : first_k - (stage + 1) * STRIDE,
+                 (stage + 1) * STRIDE);
         }
-        const int next = last ? first_k + stage * STRIDE : at + ROUND;
-        if (next < K && (!last || next_n0 < N)) load(ring[stage], last ? next_n0 : n0, next);
+        if (at < K) {
+          if (!AHEAD) load_x(values[0], k, stage * STRIDE);
+          multiply(ring[stage], values[stage % (AHEAD + 1)], at);
+        }
+        if (more && next_k + stage * STRIDE < K) load(ring[stage], next_k, stage * STRIDE);
       }
     }
 #pragma unroll
@@ -250,7 +274,8 @@ DEV void small_gemm(const F& weights, const __half* __restrict__ x, const Finish
       for (int j = 0; j < NT; ++j)
 #pragma unroll
         for (int v = 0; v < 4; ++v)
-          sums[buffer][warp][16 * i + g + 8 * (v / 2)][8 * j + 2 * t + v % 2] = acc[i][j][v];
+          sums[buffer][warp][16 * i + g + 8 * (v / 2)][8 * j + 2 * t + v % 2] =
+              acc[0][i][j][v] + acc[1][i][j][v];
     __syncthreads();
     const auto sum = [&](int row, int column) {
       float s = 0.f;

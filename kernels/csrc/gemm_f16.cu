@@ -7,18 +7,28 @@ struct F16 {
   struct Tile {
     uint4 row[2][CHUNKS];
   };
+  struct Rows {
+    const __half* row[2];
+  };
   const __half* weight;
   i32 K;
 
   __device__ __forceinline__ static int x_offset(int chunk, int t) { return 32 * chunk + 8 * t; }
 
-  __device__ __forceinline__ void load(Tile& tile, i32 row, i32 row8, i32 k) const {
+  __device__ __forceinline__ bool live(int chunk, int k) const { return !chunk || k + 32 < K; }
+
+  __device__ __forceinline__ Rows rows(i32 row, i32 row8) const {
+    const __half* lane = weight + 8 * (threadIdx.x % 4);
+    return {{lane + static_cast<i64>(row) * K, lane + static_cast<i64>(row8) * K}};
+  }
+
+  __device__ __forceinline__ void load(Tile& tile, const Rows& rows, i32 k, i32 ahead) const {
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      // K may end in half a step; X is zero there, so any finite weights do.
-      const int at = min(k + 32 * chunk, K - 32) + 8 * static_cast<int>(threadIdx.x % 4);
-      tile.row[0][chunk] = ldg_stream(weight + static_cast<i64>(row) * K + at);
-      tile.row[1][chunk] = ldg_stream(weight + static_cast<i64>(row8) * K + at);
+    for (int half = 0; half < 2; ++half) {
+      const __half* from = rows.row[half] + k;
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; ++chunk)
+        if (live(chunk, k + ahead)) tile.row[half][chunk] = ldg_stream(from + ahead + 32 * chunk);
     }
   }
 
@@ -34,7 +44,7 @@ struct F16 {
 };
 
 template <int NT, int MT, int WARPS, int DEPTH, int AHEAD>
-__global__ void __launch_bounds__(32 * WARPS, 1)
+__global__ void __launch_bounds__(32 * WARPS, resident_ctas(MT, WARPS, AHEAD))
 linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N, i32 K,
            i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
            const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,

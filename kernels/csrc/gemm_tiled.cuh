@@ -69,12 +69,15 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
   const int begin = share * blockIdx.z, end = min(begin + share, steps);
 
   typename F::Tile ring[DEPTH][MT];
+  typename F::Rows rows[MT];
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+    const int row = row0 + 16 * i + g;
+    rows[i] = weights.rows(min(row, N - 1), min(row + 8, N - 1));
+  }
   auto load = [&](typename F::Tile(&tiles)[MT], int step) {
 #pragma unroll
-    for (int i = 0; i < MT; ++i) {
-      const int row = row0 + 16 * i + g;
-      weights.load(tiles[i], min(row, N - 1), min(row + 8, N - 1), step * STEP);
-    }
+    for (int i = 0; i < MT; ++i) weights.load(tiles[i], rows[i], step * STEP, 0);
   };
   auto stage_x = [&](int step) {  // one group a step, empty beyond the end
     if (step < end)
@@ -97,9 +100,10 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
 
   float acc[MT][NT][4];
   clear(acc);
-  auto multiply = [&](const typename F::Tile(&tiles)[MT], const uint4* values) {
+  auto multiply = [&](const typename F::Tile(&tiles)[MT], const uint4* values, int k) {
 #pragma unroll
     for (int chunk = 0; chunk < F::CHUNKS; ++chunk) {
+      if (!weights.live(chunk, k)) break;
       u32 a[MT][2][4];
 #pragma unroll
       for (int i = 0; i < MT; ++i) {
@@ -134,7 +138,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
       cp_async_wait<X_STAGES - 2>();
       __syncthreads();  // this step's X is there, and the step before is done with its buffer
       stage_x(at + X_STAGES - 1);
-      multiply(ring[stage], shared + at % X_STAGES * STAGE);
+      multiply(ring[stage], shared + at % X_STAGES * STAGE, at * STEP);
       if (at + DEPTH < end) load(ring[stage], at + DEPTH);
     }
   }

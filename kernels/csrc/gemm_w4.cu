@@ -12,7 +12,11 @@ struct W4 {
   struct Tile {
     uint4 row[2];
     u16 scale[2][GROUPS];
-    u8 zero[2][GROUPS];
+    u32 zero[2][GROUPS];
+  };
+  struct Rows {
+    const u32* codes[2];
+    i32 scales[2];
   };
   const u32* codes;
   const u16* scales;
@@ -21,19 +25,29 @@ struct W4 {
 
   __device__ __forceinline__ static int x_offset(int chunk, int t) { return 32 * chunk + 8 * t; }
 
-  __device__ __forceinline__ void load(Tile& tile, i32 row, i32 row8, i32 k) const {
-    const int words = (K + 127) / 128 * 16, groups = K >> group_shift;
-    const int lane_words = 4 * static_cast<int>(threadIdx.x % 4);
+  // A group of 128 or more divides K.
+  __device__ __forceinline__ bool live(int chunk, int k) const {
+    return GROUP == CHUNKS || k + 32 * chunk < K;
+  }
+
+  __device__ __forceinline__ Rows rows(i32 row, i32 row8) const {
+    const i64 words = (K + 127) / 128 * 16;
+    const i32 groups = K >> group_shift;
+    const u32* lane = codes + 4 * (threadIdx.x % 4);
+    return {{lane + row * words, lane + row8 * words}, {row * groups, row8 * groups}};
+  }
+
+  __device__ __forceinline__ void load(Tile& tile, const Rows& rows, i32 k, i32 ahead) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const i64 at = half ? row8 : row;
-      tile.row[half] = ldg_stream(codes + at * words + k / 8 + lane_words);
+      tile.row[half] = ldg_stream(rows.codes[half] + k / 8 + ahead / 8);
 #pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-        const int group = min((k + 32 * GROUP * i) >> group_shift, groups - 1);
-        tile.scale[half][i] = __ldg(scales + at * groups + group);
-        tile.zero[half][i] = zeros ? __ldg(zeros + at * groups + group) : static_cast<u8>(8);
-      }
+      for (int i = 0; i < GROUPS; ++i)
+        if (live(GROUP * i, k + ahead)) {
+          const i32 at = rows.scales[half] + ((k + ahead + 32 * GROUP * i) >> group_shift);
+          tile.scale[half][i] = __ldg(scales + at);
+          tile.zero[half][i] = zeros ? __ldg(zeros + at) : 8u;
+        }
     }
   }
 
@@ -55,7 +69,7 @@ struct W4 {
 };
 
 template <int GROUP, int NT, int MT, int WARPS, int DEPTH, int AHEAD>
-__global__ void __launch_bounds__(32 * WARPS, 1)
+__global__ void __launch_bounds__(32 * WARPS, resident_ctas(MT, WARPS, AHEAD))
 linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
           const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M, i32 N,
           i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,

@@ -109,6 +109,14 @@ DEV void opaque(u32& x) {
 #endif
 }
 
+// The same for an address: it is kept, not computed again where it is used.
+template <typename T>
+DEV void opaque(T*& p) {
+#ifndef SIMT_EMULATION
+  asm volatile("" : "+l"(p));
+#endif
+}
+
 // Adds, and returns what was there before, for counting who is done: what the CTA wrote before its
 // last barrier is seen by whoever adds later, and after its next barrier by that CTA's threads
 // (through L2: `ld_cg`). Cheaper than two __threadfence.

@@ -13,8 +13,8 @@
 // nibble that stands four bits higher gives 1024 + 16 q.
 DEV void decode_w4(u32 word, u32 zero, u32 (&pairs)[4]) {
   constexpr int AND_OR = 0xEA;
-  const __half2 low_zero = u2h(0x64006400u | (zero | zero << 16));          // 1024 + z
-  const __half2 high_zero = u2h(0xD400D400u | (zero << 4 | zero << 20));    // -(64 + z)
+  const __half2 low_zero = u2h(zero * 0x00010001u + 0x64006400u);   // 1024 + z
+  const __half2 high_zero = u2h(zero * 0x00100010u + 0xD400D400u);  // -(64 + z)
   const __half2 sixteenth = u2h(0x2C002C00u);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
