@@ -65,6 +65,15 @@ def check_kernels(config: ModelConfig, layout: KvLayout) -> None:
             f"block_size = {layout.block_size}: must be a power of two from "
             f"{attention.TILE_TOKENS} on a card"
         )
+    if config.hidden_size > pointwise.COLUMNS_MAX:
+        raise ValueError(
+            f"hidden_size = {config.hidden_size}: the kernels take up to "
+            f"{pointwise.COLUMNS_MAX}: {instead}"
+        )
+    if config.rope_dim % 4:
+        raise ValueError(
+            f"rotary_dim = {config.rope_dim}: the kernels take multiples of 4: {instead}"
+        )
     if config.hidden_size % 32 or (config.heads * config.head_dim) % 32:
         raise ValueError(
             f"hidden_size = {config.hidden_size} with {config.heads} heads of {config.head_dim}: "
