@@ -30,7 +30,7 @@ from deepinfer.kvstore.heap import keep_freed_buffers
 from deepinfer.kvstore.link import LocalLink
 from deepinfer.kvstore.remote import RemoteLink
 from deepinfer.kvstore.service import CHANNEL_OPTIONS
-from deepinfer.kvstore.transfers import Fill, Into, OnMap, Outcome, Source
+from deepinfer.kvstore.transfers import Fill, Into, OnMap, Outcome, Source, Take, Wait
 from deepinfer.proto import kvstore_pb2 as pb
 from deepinfer.proto import kvstore_pb2_grpc
 from deepinfer.proto.bearer import bearer
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 __all__ = [
     "CallResult", "Deadlines", "Fill", "GetResult", "Into", "OnMap", "Path", "PutResult", "Source",
-    "StoreClient",
+    "StoreClient", "Take", "Wait",
 ]  # fmt: skip
 
 
@@ -222,8 +222,10 @@ class StoreClient:
     async def get(self, ticket: Ticket, into: Into, *, timeout_s: float | None = None) -> GetResult:
         """Copy a committed payload into buffers and verify the copy.
 
-        ``into`` is asked for the buffers once the manifest is known. BAD_PAYLOAD: the bytes in the
-        buffers are not to be used. Raises ValueError when the buffers do not fit the manifest.
+        ``into`` is asked for the buffers once the manifest is known, or for what takes the payload
+        from the store's memory; what that began has ended when this returns. BAD_PAYLOAD: the bytes
+        in the buffers, or taken, are not to be used. Raises ValueError when the buffers do not fit
+        the manifest.
         """
         started = time.perf_counter_ns()
         outcome, path = await self._over(

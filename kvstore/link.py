@@ -175,9 +175,10 @@ class LocalLink:
             buffers = into(manifest)
             if buffers is None:
                 return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
-            views = byte_views("into", buffers, manifest.payload_bytes)
-            copying = CopyOut(self._map, granted["pages"], manifest, views, stop)
-            if manifest.payload_bytes <= INLINE_BYTES:
+            if not callable(buffers):
+                buffers = byte_views("into", buffers, manifest.payload_bytes)
+            copying = CopyOut(self._map, granted["pages"], manifest, buffers, stop)
+            if manifest.payload_bytes <= INLINE_BYTES and not callable(buffers):
                 copying.some()
             elif manifest.payload_bytes < SHARE_BYTES:
                 await in_thread(self._executor, stop, copying.some)

@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -23,7 +24,17 @@ from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.hashing import GroupHasher
 from deepinfer.kvstore.service import CHUNK_BYTES, SERVICE
-from deepinfer.kvstore.transfers import Into, Outcome, Source, Stopped, fill_step, in_thread
+from deepinfer.kvstore.transfers import (
+    Fill,
+    Into,
+    Outcome,
+    Source,
+    Stopped,
+    Take,
+    fill_step,
+    give,
+    in_thread,
+)
 from deepinfer.proto import kvstore_pb2 as pb
 from deepinfer.proto.bearer import Metadata
 
@@ -129,8 +140,17 @@ class RemoteLink:
             buffers = into(manifest)
             if buffers is None:
                 return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "refused by its reader")
-            views = byte_views("into", buffers, manifest.payload_bytes)
-            return await self._receive(messages, manifest, views)
+            if not callable(buffers):
+                views = byte_views("into", buffers, manifest.payload_bytes)
+                return await self._receive(messages, manifest, views)
+            take, staged = buffers, [memoryview(bytearray(manifest.payload_bytes))]
+            outcome = await self._receive(messages, manifest, staged)
+            if outcome.status is StoreStatus.OK:
+                stop = threading.Event()
+                await in_thread(
+                    self._executor, stop, lambda: _give_all(take, manifest, staged, stop)
+                )
+            return outcome
         finally:
             call.cancel()
 
@@ -162,7 +182,7 @@ def _chunks(draft: Manifest, source: Source) -> Iterator[list[memoryview]]:
     buffer = memoryview(bytearray(min(step, draft.payload_bytes)))
     for begin in range(0, draft.payload_bytes, step):
         part = buffer[: draft.payload_bytes - begin]
-        source(begin // draft.block_bytes, part)
+        _fill(source, begin // draft.block_bytes, part)
         yield from chunks([part], CHUNK_BYTES)
 
 
@@ -178,7 +198,7 @@ def _hashed(draft: Manifest, source: Source, stop: threading.Event) -> tuple[Sou
         for begin in range(0, len(kept), step):
             if stop.is_set():
                 raise Stopped
-            source(begin // draft.block_bytes, kept[begin : begin + step])
+            _fill(source, begin // draft.block_bytes, kept[begin : begin + step])
         source = [kept]
     hasher = GroupHasher(draft)
     for pieces in _chunks(draft, source):
@@ -187,3 +207,17 @@ def _hashed(draft: Manifest, source: Source, stop: threading.Event) -> tuple[Sou
         for piece in pieces:
             hasher.update(piece)
     return source, hasher.fill_in(draft)
+
+
+def _give_all(
+    take: Take, manifest: Manifest, staged: list[memoryview], stop: threading.Event
+) -> None:
+    with ExitStack() as waits:
+        give(take, 0, staged, manifest.block_bytes, stop, waits)
+
+
+def _fill(source: Fill, block: int, buffer: memoryview) -> None:
+    """Have the buffer written, and wait for it."""
+    wait = source(block, buffer)
+    if wait is not None:
+        wait()

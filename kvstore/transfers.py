@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
 
-Fill = Callable[[int, memoryview], None]
+Wait = Callable[[], None]
+"""Returns when a copy that was begun has ended; always called, in the thread that began it."""
+Fill = Callable[[int, memoryview], Wait | None]
 """``fill(first_block, buffer)`` writes that block and those behind it, as many whole blocks as the
-buffer holds, and returns when the bytes are there. Called in a thread, in ascending order; over
-gRPC perhaps all over again, for the same bytes: first they are hashed, then they are sent."""
+buffer holds. It returns when the bytes are there; or sooner, and then what waits for them. Called
+in a thread, in ascending order; over gRPC perhaps all over again, for the same bytes: first they
+are hashed, then they are sent."""
 Source = Sequence[memoryview] | Fill
 """A payload's blocks, or what writes them."""
+Take = Callable[[int, memoryview], Wait | None]
+"""``take(first_block, buffer)`` reads that block and those behind it, as many whole blocks as the
+buffer holds, or begins to, and then returns what waits until they are read. Their hashes are right;
+but a part behind them may still prove wrong, and then nothing that was taken is to be used. Called
+in threads, perhaps in two at once, in any order."""
 OnMap = Callable[[int, int], Callable[[], None] | None]
 """``on_map(address, length)`` hears of each mapped slab (to register it as pinned memory); what it
 returns is called before the slab is unmapped. Called in a thread."""
-Into = Callable[[Manifest], Sequence[memoryview] | None]
-"""Given the manifest, the buffers to copy to, ``payload_bytes`` in total; None refuses it."""
+Into = Callable[[Manifest], Sequence[memoryview] | Take | None]
+"""Given the manifest, the buffers to copy to, ``payload_bytes`` in total, or what takes the payload
+from where it lies; None refuses it."""
 
+AHEAD = 4
+"""Steps of a ``Fill`` that are begun before the first of them is waited for."""
 STEP_BYTES = 2 << 20
 """A copy can be stopped between steps of about this length. Not much less: from about 1 MiB on the
 C library writes around the processor's cache, which halves what a long copy takes."""
@@ -71,3 +84,61 @@ async def in_thread(executor: Executor, stop: threading.Event, work: Callable[[]
     if cancelled is not None:
         raise cancelled  # whatever became of the work
     return job.result()
+
+
+def filled(
+    draft: Manifest, fill: Fill, buffers: Iterable[memoryview], stop: threading.Event
+) -> Generator[memoryview, None, None]:
+    """Have ``fill`` write the buffers; each once it is written, while those behind it are.
+
+    However this ends, nothing is being written any more then. Raises Stopped, and what ``fill``
+    raises.
+    """
+    under_way: deque[tuple[memoryview, Wait | None]] = deque()
+    block = 0
+    try:
+        for buffer in buffers:
+            if stop.is_set():
+                raise Stopped
+            under_way.append((buffer, fill(block, buffer)))
+            block += len(buffer) // draft.block_bytes
+            while under_way and (under_way[-1][1] is None or len(under_way) > AHEAD):
+                yield _first(under_way)
+        while under_way:
+            yield _first(under_way)
+    finally:
+        for _, wait in under_way:
+            if wait is not None:
+                wait()
+
+
+def _first(under_way: deque[tuple[memoryview, Wait | None]]) -> memoryview:
+    buffer, wait = under_way[0]
+    if wait is not None:
+        wait()
+    under_way.popleft()
+    return buffer
+
+
+def give(
+    take: Take,
+    first_block: int,
+    buffers: Iterable[memoryview],
+    block_bytes: int,
+    stop: threading.Event,
+    waits: ExitStack,
+) -> None:
+    """Have the buffers taken, step by step; when ``waits`` is left, all are, or are let alone.
+
+    Raises Stopped, and what ``take`` raises.
+    """
+    step = max(1, STEP_BYTES // block_bytes) * block_bytes
+    for buffer in buffers:
+        for begin in range(0, len(buffer), step):
+            if stop.is_set():
+                raise Stopped
+            part = buffer[begin : begin + step]
+            wait = take(first_block, part)
+            if wait is not None:
+                waits.callback(wait)
+            first_block += len(part) // block_bytes

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from deepinfer.kvstore.client import Path, StoreClient
+from deepinfer.kvstore.client import Fill, Path, StoreClient, Take, Wait
 from deepinfer.kvstore.core.ids import Run, StoreId, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
@@ -28,7 +27,7 @@ from deepinfer.workers.core.events import (
     WorkerEvent,
 )
 from deepinfer.workers.failpoints import Failpoints
-from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.pool import Fence, PagedPool
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +82,11 @@ class KvIdentity:
 class StoreSwapper:
     """Puts, fetches and the calls around them, each in a task; one client a store.
 
-    The pool's bytes are copied in the client's threads. ``PutDone`` and ``FetchDone`` are fed when
-    no thread touches the blocks any more, whatever happened. Belongs to one event loop. ``node`` is
-    where the worker runs: stores of other nodes are reached over gRPC.
+    The pool's bytes are copied in the client's threads, behind a fence: every step that was
+    launched before the put or the fetch was asked for. ``PutDone`` and ``FetchDone`` are fed when
+    nothing touches the blocks any more, no thread and no copy of the card, whatever happened.
+    Belongs to one event loop. ``node`` is where the worker runs: stores of other nodes are reached
+    over gRPC.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class StoreSwapper:
             self._addresses[store] = address
 
     def put(self, effect: PutPayload) -> None:
-        task = self._keep(asyncio.ensure_future(self._put(effect)))
+        # Now: steps that are launched by the time the copy begins are none of its business.
+        task = self._keep(asyncio.ensure_future(self._put(effect, self._pool.fence())))
         self._puts[effect.ticket] = task
         # Not in the task: one that is cancelled before it has begun would never say so.
         task.add_done_callback(lambda ended: self._put_ended(effect, ended))
@@ -142,7 +144,8 @@ class StoreSwapper:
         self._keep(asyncio.ensure_future(self._resolve(effect)))
 
     def fetch(self, effect: FetchPayload) -> None:
-        task = self._keep(asyncio.ensure_future(self._fetch(effect)))
+        # Whoever had these blocks before may have been in the last step.
+        task = self._keep(asyncio.ensure_future(self._fetch(effect, self._pool.fence())))
         self._fetches[effect.ticket, effect.run] = task
         task.add_done_callback(lambda ended: self._fetch_ended(effect, ended))
 
@@ -162,14 +165,14 @@ class StoreSwapper:
 
     # ---- out -------------------------------------------------------------------------------
 
-    async def _put(self, effect: PutPayload) -> PutDone:
+    async def _put(self, effect: PutPayload, fence: Fence) -> PutDone:
         client = self._client(effect.store)
         if client is None:
             return PutDone(effect.ticket, False, 0, 0, f"no address of store {effect.store}")
         result = await client.put(
             effect.ticket,
             self._identity.draft(self._pool, effect),
-            self._filler(effect.block_ids),
+            self._filler(effect.block_ids, fence),
         )
         good = result.status is StoreStatus.OK
         detail = "" if good else f"{result.status.value}: {result.detail}"
@@ -188,13 +191,14 @@ class StoreSwapper:
             log.info("put of %s failed: %s", effect.ticket, done.detail)
         self._feed(done)
 
-    def _filler(self, block_ids: Sequence[int]) -> Callable[[int, memoryview], None]:
+    def _filler(self, block_ids: Sequence[int], fence: Fence) -> Fill:
         block_bytes = self._pool.layout.block_bytes
 
-        def fill(first: int, buffer: memoryview) -> None:
+        def fill(first: int, buffer: memoryview) -> Wait | None:
             count = len(buffer) // block_bytes
-            self._pool.copy_out(block_ids[first : first + count], buffer)
+            wait = self._pool.begin_out(block_ids[first : first + count], buffer, fence)
             self._failpoints.hit("mid_copy")
+            return wait
 
         return fill
 
@@ -217,11 +221,11 @@ class StoreSwapper:
 
     # ---- in --------------------------------------------------------------------------------
 
-    async def _fetch(self, effect: FetchPayload) -> FetchDone:
+    async def _fetch(self, effect: FetchPayload, fence: Fence) -> FetchDone:
         client = self._client(effect.store)
         if client is None:
             return _unfetched(effect, StoreStatus.UNREACHABLE, f"no address of {effect.store}")
-        done = await self._copy_in(client, effect)
+        done = await self._copy_in(client, effect, fence)
         if done.status is StoreStatus.OK:
             self._failpoints.hit("after_fetch_before_report")
         return done
@@ -239,26 +243,23 @@ class StoreSwapper:
             log.info("fetch of %s: %s: %s", effect.ticket, done.status.value, done.detail)
         self._feed(done)
 
-    async def _copy_in(self, client: StoreClient, effect: FetchPayload) -> FetchDone:
-        """Fetch into host memory, verify there, and only then write into the pool."""
-        staged = bytearray()
+    async def _copy_in(self, client: StoreClient, effect: FetchPayload, fence: Fence) -> FetchDone:
+        """Fetch into the effect's blocks, each part once its hash was found right.
+
+        A payload that proves wrong further on leaves what came before it in blocks that are the
+        sequence's own and are computed anew.
+        """
         refused = ""
 
-        def into(manifest: Manifest) -> Sequence[memoryview] | None:
-            nonlocal staged, refused
+        def into(manifest: Manifest) -> Take | None:
+            nonlocal refused
             refused = self._identity.refusal(self._pool, manifest, effect) or ""
-            if refused:
-                return None
-            staged = bytearray(manifest.payload_bytes)
-            return [memoryview(staged)]
+            return None if refused else self._taker(effect.block_ids, fence)
 
         result = await client.get(effect.ticket, into)
         if result.status is not StoreStatus.OK or result.manifest is None:
             return _unfetched(effect, result.status, refused or result.detail)
         manifest = result.manifest
-        self._failpoints.hit("mid_fetch")
-        blocks = effect.block_ids[: manifest.blocks]
-        await to_thread_whole(lambda: self._pool.copy_in(blocks, staged))
         return FetchDone(
             effect.ticket,
             effect.run,
@@ -269,6 +270,17 @@ class StoreSwapper:
             result.payload_bytes,
         )
 
+    def _taker(self, block_ids: Sequence[int], fence: Fence) -> Take:
+        block_bytes = self._pool.layout.block_bytes
+
+        def take(first: int, buffer: memoryview) -> Wait | None:
+            count = len(buffer) // block_bytes
+            wait = self._pool.begin_in(block_ids[first : first + count], buffer, fence)
+            self._failpoints.hit("mid_fetch")
+            return wait
+
+        return take
+
     # ---- both ------------------------------------------------------------------------------
 
     def _client(self, store: StoreId) -> StoreClient | None:
@@ -278,7 +290,12 @@ class StoreSwapper:
         client = self._clients.get(store)
         if client is None:
             client = StoreClient(
-                address, self._ref, token=self._token, path=self._path, node=self._node
+                address,
+                self._ref,
+                token=self._token,
+                path=self._path,
+                node=self._node,
+                on_map=None if self._pool.copies is None else self._pool.copies.register,
             )
             self._clients[store] = client
         return client
@@ -292,15 +309,3 @@ class StoreSwapper:
 
 def _unfetched(effect: FetchPayload, status: StoreStatus, detail: str) -> FetchDone:
     return FetchDone(effect.ticket, effect.run, status, (), 0, 0, detail=detail)
-
-
-async def to_thread_whole(work: Callable[[], _T]) -> _T:
-    """Run ``work`` in a thread and do not leave before it has ended, even when cancelled."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        raise

@@ -27,6 +27,7 @@ from deepinfer.workers.gpu.budget import (
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.bus import probe_bus
 from deepinfer.workers.gpu.card import Card, GpuMemoryError
+from deepinfer.workers.gpu.copying import CardCopies, CudaCopyDevice
 from deepinfer.workers.gpu.decoder import GpuDecoder
 from deepinfer.workers.gpu.graphs import buckets, row_bucket
 from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
@@ -134,7 +135,9 @@ def open_gpu(
         blocks = blocks_that_fit(budget, layout, blocks)
     else:
         check_fits(budget, layout, blocks)
-    pool = PagedPool(layout, blocks + sequences, card.device)
+    pool = PagedPool(
+        layout, blocks + sequences, card.device, CardCopies(CudaCopyDevice(card.device))
+    )
     runner = make_runner(
         weights,
         pool,

@@ -1,0 +1,115 @@
+"""A card that does nothing before it must: what was not waited for has not happened yet."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from deepinfer.workers.gpu.copying import Event, PinError, Way
+
+
+class Mark(NamedTuple):
+    """An event: a place on a stream."""
+
+    stream: str
+    place: int
+
+
+class LazyDevice:
+    """Steps and copies are streams of work; ``synchronize`` does what is due and nothing more.
+
+    Addresses are those of this process. So a copy that should have waited for a step reads what was
+    there before it, and one that nobody waits for is done at the very end, by ``finish``.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[str, list[Callable[[], None]]] = {"steps": [], "OUT": [], "IN": []}
+        self.done = dict.fromkeys(self.streams, 0)
+        self.log: list[tuple[object, ...]] = []
+        self.registered: dict[int, int] = {}
+        self.pinnable = 1 << 40
+        """Bytes; more is refused."""
+        self.copies_left = 1 << 40
+        """Copies until one fails."""
+        self._buffers: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
+        self._lock = threading.RLock()
+
+    # ---- steps ----
+
+    def launch(self, step: Callable[[], None]) -> None:
+        """What an engine does."""
+        with self._lock:
+            self.streams["steps"].append(step)
+
+    def steps_done(self) -> int:
+        return self.done["steps"]
+
+    def finish(self) -> None:
+        """Time passes: everything that was launched is done, steps last."""
+        for stream in ("OUT", "IN", "steps"):
+            self._advance(Mark(stream, len(self.streams[stream])))
+
+    # ---- CopyDevice ----
+
+    def steps_event(self) -> Event:
+        return self._mark("steps")
+
+    def wait_for(self, way: Way, event: Event) -> None:
+        with self._lock:
+            self.log.append(("wait", way, event))
+            self.streams[way.name].append(lambda: self._advance(event))
+
+    def copy(self, way: Way, target: int, source: int, size: int) -> None:
+        with self._lock:
+            if self.copies_left == 0:
+                raise RuntimeError("the bus is broken")
+            self.copies_left -= 1
+            self.log.append(("copy", way, target, source, size))
+            self.streams[way.name].append(lambda: ctypes.memmove(target, source, size))  # type: ignore[arg-type]
+
+    def copies_event(self, way: Way) -> Event:
+        return self._mark(way.name)
+
+    def synchronize(self, event: Event) -> None:
+        with self._lock:
+            self.log.append(("synchronize", event))
+            self._advance(event)
+
+    def register(self, address: int, size: int) -> None:
+        if size > self.pinnable:
+            raise PinError(f"{size} bytes are too many")
+        self.registered[address] = size
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def pinned(self, size: int) -> int:
+        if size > self.pinnable:
+            raise PinError(f"{size} bytes are too many")
+        self._buffers.append(np.zeros(size, np.uint8))
+        return self._buffers[-1].ctypes.data
+
+    # ---- what tests ask ----
+
+    def copied(self) -> list[tuple[int, int, int]]:
+        """Target, source and size of every copy so far."""
+        return [entry[2:] for entry in self.log if entry[0] == "copy"]  # type: ignore[misc]
+
+    def in_flight(self) -> int:
+        """Copies and waits that have not happened."""
+        return sum(len(self.streams[way.name]) - self.done[way.name] for way in Way)
+
+    def _mark(self, stream: str) -> Mark:
+        with self._lock:
+            return Mark(stream, len(self.streams[stream]))
+
+    def _advance(self, mark: Mark) -> None:
+        with self._lock:
+            while self.done[mark.stream] < mark.place:
+                work = self.streams[mark.stream][self.done[mark.stream]]
+                self.done[mark.stream] += 1
+                work()
