@@ -68,7 +68,7 @@ _W4_PLANS: Final = {
     ("some", 1): Plan(1, 1, 8, 2, 0),
     ("some", 2): Plan(2, 1, 8, 2, 0),
     ("many", 1): Plan(1, 1, 4, 2, 0),
-    ("many", 2): Plan(2, 2, 4, 2, 0),
+    ("many", 2): Plan(2, 1, 4, 2, 0),
 }
 _F16_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}
 _W4_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}

@@ -33,7 +33,7 @@ enum Epilogue {
 
 // CTAs that an SM should hold at least, which bounds the registers: enough loads must be in flight.
 constexpr int resident_ctas(int row_tiles, int warps, int ahead) {
-  const int resident_warps = row_tiles > 1 || ahead ? 12 : 16;
+  const int resident_warps = row_tiles > 1 ? 8 : ahead ? 12 : 16;
   return warps < resident_warps ? resident_warps / warps : 1;
 }
 
