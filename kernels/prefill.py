@@ -40,7 +40,6 @@ _HOPPER_TARGET: Final = "sm_90a"
 _HOPPER_CHOSEN: Final = False
 """Whether launches choose it by themselves: not before it has been checked on such a card."""
 
-_THREADS: Final = 128
 _ALIGNMENT: Final = 16
 _TILES_MAX: Final = 65535
 
@@ -165,8 +164,7 @@ def paged_prefill(
         raise ValueError(f"hopper: head_dim {kv.head_dim} is not one of {HOPPER_HEAD_DIMS}")
     if hopper is None:
         hopper = kv.head_dim in HOPPER_HEAD_DIMS and _is_hopper(out.device)
-    which = hopper_spec if hopper else prefill_spec
-    spec = which(kv.format, kv.head_dim, spans.tile_rows)
+    spec = (hopper_spec if hopper else prefill_spec)(kv.format, kv.head_dim, spans.tile_rows)
     args = (
         out,
         q,
@@ -189,8 +187,15 @@ def paged_prefill(
     launch(spec, grid, args, shared_bytes=spec.shared_bytes)
 
 
-def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
-    """The instance of ``paged_prefill`` for a pool and a number of packed rows a CTA."""
+def prefill_spec(
+    kv_format: int, head_dim: int, tile_rows: int, *, warps: int | None = None
+) -> KernelSpec:
+    """The instance of ``paged_prefill`` for a pool and a number of packed rows a CTA.
+
+    ``warps`` of a CTA (4 or 8) are one to 16 rows unless given: two warps a scheduler hide each
+    other's softmax even where shared memory admits one CTA (compute capability 8.6).
+    """
+    warps = warps or tile_rows // 16
     k_codes, v_codes = kv_format not in (KV_FP16, KV_K16V8), kv_format != KV_FP16
     halves, codes = TILE_TOKENS * head_dim * 2, TILE_TOKENS * head_dim
     # The sums of `Prefill` in prefill_attention.cu: Q, K and V as halves, staged codes, scales,
@@ -200,11 +205,11 @@ def prefill_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
     shared += halves if v_codes else 2 * halves
     shared += codes * (k_codes + v_codes)
     shared += 8 * TILE_TOKENS if kv_format == KV_INT8 else 0
-    shared += 112
+    shared += 48 + 16 * warps
     return KernelSpec(
         "prefill_attention.cu",
-        f"paged_prefill<{kv_format}, {head_dim}, {tile_rows // 64}>",
-        _THREADS,
+        f"paged_prefill<{kv_format}, {head_dim}, {tile_rows // (16 * warps)}, {warps}>",
+        32 * warps,
         shared,
     )
 

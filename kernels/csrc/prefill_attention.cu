@@ -1,14 +1,14 @@
 // Paged prefill attention: causal with an offset, many spans in one launch.
 //
 // Row i of a span sits at position start + i and attends every cached token below it and itself;
-// K and V, the step's own included, are read from the paged pool. A CTA computes 64 * MT packed
-// rows of one KV head: packed row r of a span is its token r / group and, of the KV head's group,
+// K and V, the step's own included, are read from the paged pool. A CTA computes some packed rows
+// of one KV head: packed row r of a span is its token r / group and, of the KV head's group,
 // query head r % group, so that all heads of a group share the K and V tiles.
 //
 // FlashAttention-2's loop: for each 64 tokens S = Q K^T, P = 2^(scale S - max), O += P V. K and V
 // tiles lie in shared memory as halves, 16-byte chunks swizzled so that eight rows of one chunk
 // column fall into different banks. Quantised codes are staged as they are and converted once a
-// CTA. Each warp has 16 * MT rows; P stays in registers as the A operand of P V.
+// CTA. Each of WARPS warps has 16 * MT rows; P stays in registers as the A operand of P V.
 //
 // The running maximum is raised only when a score exceeds it by more than 2^8 in the result: sums
 // and products are relative to any reference, and 2^8 is far from what a half P or a float sum
@@ -37,14 +37,14 @@ DEV u32 columns_on(u32 base, int k) {
   return D == 96 ? (base ^ ((k & 1) << 5)) + (k >> 1) * 64 : base ^ (k << 5);
 }
 
-// The i-th 16-byte chunk that one of 128 threads copies or converts, in rows of PER_ROW chunks.
-template <int PER_ROW>
+// The i-th 16-byte chunk that one of THREADS threads copies or converts, in rows of PER_ROW chunks.
+template <int PER_ROW, int THREADS>
 DEV void chunk_of(u32 thread, int i, u32& row, u32& chunk) {
-  if constexpr (128 % PER_ROW == 0) {
+  if constexpr (THREADS % PER_ROW == 0) {
     // Said like this, the compiler sees that only constants tell one i from another.
-    row = thread / PER_ROW + i * (128 / PER_ROW), chunk = thread % PER_ROW;
+    row = thread / PER_ROW + i * (THREADS / PER_ROW), chunk = thread % PER_ROW;
   } else {
-    row = (thread + i * 128) / PER_ROW, chunk = (thread + i * 128) % PER_ROW;
+    row = (thread + i * THREADS) / PER_ROW, chunk = (thread + i * THREADS) % PER_ROW;
   }
 }
 
@@ -61,16 +61,17 @@ DEV uint4 code_chunk(u32 first, u32 second, u32 scale) {
   return r;
 }
 
-// A staged tile of codes [TILE, D] to swizzled halves, by 128 threads. `scales` of the tokens are
+// A staged tile of codes [TILE, D] to swizzled halves, by THREADS threads. `scales` of the tokens are
 // applied where SCALED.
-template <int CODE, int D, bool SCALED>
+template <int CODE, int D, bool SCALED, int THREADS>
 DEV void convert_tile(u32 thread, const u8* stage, u8* to, const __half* scales) {
   constexpr int PER_ROW = D / 16;
 #pragma unroll
-  for (int i = 0; i < TILE * PER_ROW / 128; i++) {
+  for (int i = 0; i < (TILE * PER_ROW + THREADS - 1) / THREADS; i++) {
     u32 row, chunk;
-    chunk_of<PER_ROW>(thread, i, row, chunk);
-    const uint4 codes = *reinterpret_cast<const uint4*>(stage + (thread + i * 128) * 16);
+    chunk_of<PER_ROW, THREADS>(thread, i, row, chunk);
+    if (TILE * PER_ROW % THREADS && row >= TILE) break;
+    const uint4 codes = *reinterpret_cast<const uint4*>(stage + (thread + i * THREADS) * 16);
     const u32 scale = SCALED ? half_bits(scales[row]) * 0x10001u : 0;
     *reinterpret_cast<uint4*>(to + swizzled<D>(row, 2 * chunk)) =
         code_chunk<CODE, SCALED>(codes.x, codes.y, scale);
@@ -85,11 +86,11 @@ struct Bytes {
 };
 
 // How a KV format lies in the pool and in shared memory.
-template <int KV, int D, int MT>
+template <int KV, int D, int MT, int WARPS>
 struct Prefill {
   using Traits = KvTraits<KV>;
   static constexpr bool K_CODES = Traits::K_CODE != CODE_F16, V_CODES = Traits::V_CODE != CODE_F16;
-  static constexpr int ROWS = 64 * MT;
+  static constexpr int ROWS = 16 * MT * WARPS;
   static constexpr int HALVES = TILE * D * 2;  // bytes of a tile of halves
   // Halves straight from the pool arrive while the tile before is in use: two buffers.
   static constexpr int K_BUFFERS = K_CODES ? 1 : 2, V_BUFFERS = V_CODES ? 1 : 2;
@@ -102,22 +103,22 @@ struct Prefill {
   static constexpr int SCALES = V_STAGE + (V_CODES ? TILE * D : 0);
   static constexpr int IDS = SCALES + (Traits::SCALED ? 8 * TILE : 0);  // int [2, GROUPS]
   static constexpr int JOB = IDS + 4 * 2 * GROUPS;                       // int4
-  static constexpr int WARP_JOBS = JOB + 16;                              // int4 [4]
-  static constexpr int BYTES = WARP_JOBS + 64;
+  static constexpr int WARP_JOBS = JOB + 16;                              // int4 [WARPS]
+  static constexpr int BYTES = WARP_JOBS + 16 * WARPS;
 };
 
 // out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles
 // {span, first packed row}; spans {first row of q and out, rows, start, row of tables}.
-// Grid (kv_heads, tiles), 128 threads, Prefill<>::BYTES of dynamic shared memory.
-template <int KV, int D, int MT>
-__global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
+// Grid (kv_heads, tiles), 32 * WARPS threads, Prefill<>::BYTES of dynamic shared memory.
+template <int KV, int D, int MT, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
     paged_prefill(__half* __restrict__ out, const __half* __restrict__ q, i64 q_stride,
                   const u8* __restrict__ pool, i64 block_bytes, i64 k_offset, i64 v_offset,
                   i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int2* __restrict__ tiles,
                   const int4* __restrict__ spans, const i32* __restrict__ tables,
                   i32 table_stride, float scale_log2) {
-  using P = Prefill<KV, D, MT>;
-  constexpr int CHUNKS = D / 8, KSTEPS = D / 16, WARP_ROWS = 16 * MT;
+  using P = Prefill<KV, D, MT, WARPS>;
+  constexpr int CHUNKS = D / 8, KSTEPS = D / 16, WARP_ROWS = 16 * MT, THREADS = 32 * WARPS;
   extern __shared__ __align__(128) u8 smem[];
   i32* const ids = reinterpret_cast<i32*>(smem + P::IDS);
 
@@ -153,15 +154,16 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
     constexpr bool CODES = decltype(element_bytes)::value == 1;
     constexpr int ROW = CODES ? D : 2 * D, PER_ROW = ROW / 16;
 #pragma unroll
-    for (int i = 0; i < TILE * PER_ROW / 128; i++) {
-      const u32 copier = (tid + job.w) & 127;
+    for (int i = 0; i < (TILE * PER_ROW + THREADS - 1) / THREADS; i++) {
+      const u32 copier = (tid + job.w) & (THREADS - 1);
       u32 row, chunk;
-      chunk_of<PER_ROW>(copier, i, row, chunk);
+      chunk_of<PER_ROW, THREADS>(copier, i, row, chunk);
+      if (TILE * PER_ROW % THREADS && row >= TILE) break;
       const int token = j * TILE + row;
       const u8* from = pool + ids[(j & 1) * GROUPS + (row >> 4)] * block_bytes + offset +
                        static_cast<i64>(kv_head * block_size + (token & (block_size - 1))) * ROW +
                        chunk * 16;
-      cp_async16_zfill(to + (CODES ? (copier + i * 128) * 16 : swizzled<D>(row, chunk)), from,
+      cp_async16_zfill(to + (CODES ? (copier + i * THREADS) * 16 : swizzled<D>(row, chunk)), from,
                        token < job.z ? 16 : 0);
     }
   };
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
   auto load = [&](int j) {
     const int half = j & 1;
     const int4 job = *reinterpret_cast<const int4*>(smem + P::JOB);
-    const int copier = (tid + job.w) & 127;
+    const int copier = (tid + job.w) & (THREADS - 1);
     if (copier < GROUPS) cp_async4(ids + (half ^ 1) * GROUPS + copier, block_of(job, j + 1, copier));
     load_tile(job, j, Bytes<P::Traits::K_BYTES>(),
               smem + (P::K_CODES ? P::K_STAGE : P::K + half * P::HALVES), k_offset);
@@ -190,9 +192,9 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
   };
 
 #pragma unroll 4
-  for (int i = 0; i < P::ROWS * CHUNKS / 128; i++) {
+  for (int i = 0; i < P::ROWS * CHUNKS / THREADS; i++) {
     u32 row, chunk;
-    chunk_of<CHUNKS>(tid, i, row, chunk);
+    chunk_of<CHUNKS, THREADS>(tid, i, row, chunk);
     const int packed = min(row0 + static_cast<int>(row), last);
     const __half* from = q + (span.x + packed / group) * q_stride +
                          (kv_head * group + packed % group) * D + chunk * 8;
@@ -220,12 +222,12 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
     __syncthreads();  // tile j has landed, and nobody reads the buffers of tile j - 1 any more
     const int4 job = *reinterpret_cast<const int4*>(smem + P::JOB);
     if constexpr (P::V_CODES) {
-      const u32 copier = (tid + job.w) & 127;
+      const u32 copier = (tid + job.w) & (THREADS - 1);
       // Codes to halves; afterwards the staging is free for the next tile.
       if constexpr (P::K_CODES)
-        convert_tile<K_CODE, D, false>(copier, smem + P::K_STAGE, smem + P::K, nullptr);
+        convert_tile<K_CODE, D, false, THREADS>(copier, smem + P::K_STAGE, smem + P::K, nullptr);
       const u8* const scales = smem + P::SCALES + (j & 1) * 4 * TILE;
-      convert_tile<V_CODE, D, P::Traits::SCALED>(
+      convert_tile<V_CODE, D, P::Traits::SCALED, THREADS>(
           copier, smem + P::V_STAGE, smem + P::V,
           reinterpret_cast<const __half*>(scales) + TILE);
       __syncthreads();
@@ -237,7 +239,7 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
     if (j * TILE <= mine.y) {
       // What ldmatrix reads: rows of Q and of K with the two halves of a k-step as its columns,
       // rows of V (tokens) transposed.
-      const u32 here = (tid + job.w) & 127, line = here & 31, t = line & 3;
+      const u32 here = (tid + job.w) & (THREADS - 1), line = here & 31, t = line & 3;
       u32 v_base = swizzled<D>(line & 15, line >> 4);
       u32 q_base = P::Q + (here >> 5) * (WARP_ROWS * 2 * D) + v_base;
       u32 k_base = P::K + (P::K_CODES ? 0 : (j & 1) * P::HALVES) +
@@ -373,7 +375,7 @@ __global__ void __launch_bounds__(128, MT == 2 ? 2 : 3)
   if (warp_job->y < 0) return;
   // Derived again rather than kept in registers all along.
   const int zero = reinterpret_cast<const int4*>(smem + P::JOB)->w, heads = kv_heads * group;
-  const u32 thread = (tid + zero) & 127, line = thread & 31, warp_row = (thread >> 5) * WARP_ROWS;
+  const u32 thread = (tid + zero) & (THREADS - 1), line = thread & 31, warp_row = (thread >> 5) * WARP_ROWS;
   // Each warp's rows of Q are its own: they become the staging of its rows of the result.
 #pragma unroll
   for (int m = 0; m < MT; m++) {
