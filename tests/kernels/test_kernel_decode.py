@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from deepinfer.deploy.validate import decode_cases
+from deepinfer.deploy.validate.decode_cases import FORMATS, Kind
 from deepinfer.kernels import attention, reference, reference_decode
 from deepinfer.kernels.attention import DecodeWorkspace, KvView, partition_for, partitions
-from kernels import decode_cases
-from kernels.decode_cases import FORMATS, Kind
 from kernels.simt.build import COMPILER, emulator
 
 needs_emulator = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from deepinfer.deploy.validate import pointwise_cases as cases
 from deepinfer.kernels import pointwise
-from kernels import pointwise_cases as cases
 from kernels.simt.build import COMPILER, emulator
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")

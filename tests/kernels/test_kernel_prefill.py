@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer.deploy.validate.prefill_cases import FORMATS, Case
 from deepinfer.kernels import prefill
 from deepinfer.kernels.compiler import precompile
 from deepinfer.kernels.prefill import (
@@ -22,7 +23,6 @@ from deepinfer.kernels.prefill import (
     prefill_spec,
     tile_rows_for,
 )
-from kernels.prefill_cases import FORMATS, Case
 from kernels.simt.build import COMPILER, emulator
 
 EMULATED = [

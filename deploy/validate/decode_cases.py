@@ -53,7 +53,13 @@ class Case:
             self.q, self.k, self.v, self.scales, self.block_tables, self.lens, scale=self.scale
         )
 
-    def run(self, partition: int, workspace: attention.DecodeWorkspace | None = None) -> Tensor:
+    def run(
+        self,
+        partition: int,
+        workspace: attention.DecodeWorkspace | None = None,
+        *,
+        bulk: bool | None = None,
+    ) -> Tensor:
         """Launch the kernel; the output was NaN before."""
         rows, heads, head_dim = self.q.shape
         device = self.q.device
@@ -71,6 +77,7 @@ class Case:
             scale=self.scale,
             partition=partition,
             workspace=workspace,
+            bulk=bulk,
         )
         return out
 
