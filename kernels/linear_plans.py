@@ -55,23 +55,23 @@ EXPAND: Final = KernelSpec("expand_w4.cu", "expand_w4", 256)
 # By (tiles of rows for the card's SMs, column tiles): warps, the order of the sums, is the same for
 # every column tile.
 _F16_PLANS: Final = {
-    ("few", 1): Plan(1, 1, 16, 2, 0),
+    ("few", 1): Plan(1, 1, 16, 2, 1),
     ("few", 2): Plan(2, 1, 16, 2, 0),
-    ("some", 1): Plan(1, 1, 8, 4, 0),
+    ("some", 1): Plan(1, 1, 8, 2, 0),
     ("some", 2): Plan(2, 1, 8, 4, 0),
-    ("many", 1): Plan(1, 1, 8, 4, 0),
-    ("many", 2): Plan(2, 1, 8, 4, 0),
+    ("many", 1): Plan(1, 2, 8, 2, 0, resident=2),
+    ("many", 2): Plan(2, 1, 8, 2, 0, resident=2),
 }
 _W4_PLANS: Final = {
     ("few", 1): Plan(1, 1, 16, 2, 0),
     ("few", 2): Plan(2, 1, 16, 2, 0),
-    ("some", 1): Plan(1, 1, 8, 2, 0),
-    ("some", 2): Plan(2, 1, 8, 2, 0),
-    ("many", 1): Plan(1, 1, 4, 2, 0),
-    ("many", 2): Plan(2, 1, 4, 2, 0),
+    ("some", 1): Plan(1, 2, 8, 2, 0),
+    ("some", 2): Plan(2, 2, 8, 2, 0),
+    ("many", 1): Plan(1, 2, 4, 2, 0, resident=3),
+    ("many", 2): Plan(2, 2, 4, 2, 0, resident=2),
 }
-_F16_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}
-_W4_TILED: Final = {4: TiledPlan(4, 2, 4, 2, 1), 8: TiledPlan(8, 2, 4, 2, 1)}
+_F16_TILED: Final = {4: TiledPlan(4, 1, 4, 4, 1), 8: TiledPlan(8, 1, 8, 2, 1)}
+_W4_TILED: Final = {4: TiledPlan(4, 1, 4, 4, 1), 8: TiledPlan(8, 1, 8, 2, 1)}
 
 
 def partials(rows: int) -> int:
