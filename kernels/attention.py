@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.compiler import KernelSpec, launch
+from deepinfer.kernels.compiler import KernelSpec, device_target, launch
 
 KV_FP16: Final = 0
 KV_INT8: Final = 1
@@ -36,6 +36,9 @@ GROUP_MAX: Final = 16
 
 PARTITIONS_MAX: Final = 128
 """Most partitions of one sequence (``MAX_PARTITIONS`` of ``decode_attention.cu``)."""
+
+_BULK_TARGET: Final = "sm_90a"
+_BULK_CHOSEN: Final = False
 
 _ALIGNMENT: Final = 16
 """Bytes: what the kernels' widest copies need."""
@@ -207,6 +210,7 @@ def paged_decode(
     scale: float,
     partition: int,
     workspace: DecodeWorkspace,
+    bulk: bool | None = None,
 ) -> None:
     """``out = softmax(q K^T * scale) V``, one query row a sequence, over the paged cache.
 
@@ -218,7 +222,8 @@ def paged_decode(
     ``partition`` as from ``partition_for``. Specification: ``reference_decode.paged_decode``.
 
     The result is the same bits in every launch with the same inputs. Launches that share
-    ``workspace`` must be on one stream. Raises ValueError naming the argument.
+    ``workspace`` must be on one stream. ``bulk`` copies KV with Hopper's copy engine, which is the
+    default where there is one. Raises ValueError naming the argument.
     """
     rows, heads = _check_decode(out, q, kv, block_tables, lens)
     group = heads // kv.kv_heads
@@ -251,7 +256,9 @@ def paged_decode(
         lens=lens,
         workspace=workspace.partial_out,
     )
-    spec = decode_spec(kv.format, kv.head_dim, group)
+    spec = decode_spec(
+        kv.format, kv.head_dim, group, bulk=_copies_in_bulk(out.device) if bulk is None else bulk
+    )
     args = (
         out,
         workspace.partial_out,
@@ -284,6 +291,8 @@ def decode_spec(
     *,
     warps: int | None = None,
     stages: int | None = None,
+    bulk: bool = False,
+    share: int = 1,
 ) -> KernelSpec:
     """The instance of ``paged_decode`` for a pool and ``group`` query heads to a KV head.
 
@@ -300,10 +309,15 @@ def decode_spec(
     sums = warps * 8 * columns * (head_dim + 4) * 4
     return KernelSpec(
         "decode_attention.cu",
-        f"paged_decode<{kv_format}, {head_dim}, {columns}, {warps}, {stages}>",
-        32 * warps,
-        max(warps * stages * stage, sums),
+        f"paged_decode<{kv_format}, {head_dim}, {columns}, {warps}, {stages}, {int(bulk)}, {share}>",
+        32 * warps * share,
+        share * max(warps * stages * stage, sums),
     )
+
+
+@functools.cache
+def _copies_in_bulk(device: torch.device) -> bool:
+    return _BULK_CHOSEN and device.type == "cuda" and device_target() == _BULK_TARGET
 
 
 def decode_specs() -> Iterator[KernelSpec]:

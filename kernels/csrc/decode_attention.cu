@@ -24,6 +24,7 @@
 // CTA leaves its unnormalised sum, its maximum and its weight in the workspace and takes a ticket;
 // the one that takes the last merges all in ascending order, so the result does not depend on who
 // came last, and resets the ticket for the next launch.
+#include "bulk_copy.cuh"
 #include "kv_convert.cuh"
 
 constexpr int TILE = 16;             // tokens
@@ -34,7 +35,7 @@ constexpr float LOWEST = -1e30f;     // below any score, and finite: differences
 constexpr float SCALE_LIFT = 64.f;
 
 // Where a warp's ring keeps a tile, and the grains of its rows.
-template <int FORMAT, int D, int STAGES>
+template <int FORMAT, int D, int STAGES, bool BULK>
 struct Ring {
   using Kv = KvTraits<FORMAT>;
   static constexpr int K_ROW = D * Kv::K_BYTES;  // bytes
@@ -49,9 +50,23 @@ struct Ring {
   static constexpr int STAGE_BYTES = SCALES_AT + (Kv::SCALED ? 4 * TILE : 0);
   static constexpr int WARP_BYTES = STAGES * STAGE_BYTES;
 
-  // From lane 0's first grain of K (or V).
-  DEV int k_at(int row, int grain) { return (row * K_GRAINS + grain) * 32 * K_GRAIN; }
-  DEV int v_at(int row, int grain) { return (row * V_GRAINS + grain) * 32 * V_GRAIN; }
+  // Grains that one lane has, from its first: of K rows g and g + 8, of V rows 2t, 2t + 1, 2t + 8
+  // and 2t + 9.
+  DEV int k_at(int row, int grain) {
+    return BULK ? 8 * row * K_ROW + grain * 4 * K_GRAIN
+                : (row * K_GRAINS + grain) * 32 * K_GRAIN;
+  }
+  DEV int v_at(int row, int grain) {
+    return BULK ? ((row & 1) + 8 * (row >> 1)) * V_ROW + grain * 8 * V_GRAIN
+                : (row * V_GRAINS + grain) * 32 * V_GRAIN;
+  }
+  // A lane's first grains of K and of V, from the tile's.
+  DEV int k_lane(int lane) {
+    return BULK ? (lane >> 2) * K_ROW + (lane & 3) * K_GRAIN : lane * K_GRAIN;
+  }
+  DEV int v_lane(int lane) {
+    return BULK ? (lane & 3) * 2 * V_ROW + (lane >> 2) * V_GRAIN : lane * V_GRAIN;
+  }
 };
 
 template <int BYTES>
@@ -70,7 +85,7 @@ DEV void load_words(u32 (&words)[BYTES / 4], const u8* p) {
 // One query row's B fragments, in the order of contraction that K's grains have.
 template <int FORMAT, int D>
 DEV void load_query(u32 (&b)[D / 16][2], const __half* q, int t) {
-  using R = Ring<FORMAT, D, 1>;
+  using R = Ring<FORMAT, D, 1, false>;
   if constexpr (R::Kv::K_CODE == CODE_F16) {
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
@@ -90,9 +105,8 @@ DEV void load_query(u32 (&b)[D / 16][2], const __half* q, int t) {
 
 // Scores of a tile: s[c] is rows g and g + 8 of columns 8c + 2t and 8c + 2t + 1. `k` is the
 // lane's first grain. Two sums by turns: one would be a chain of D / 16 dependent instructions.
-template <int FORMAT, int D, int COLUMNS>
+template <class R, int D, int COLUMNS>
 DEV void score_tile(float (&s)[COLUMNS][4], const u8* k, const u32 (&q)[COLUMNS][D / 16][2]) {
-  using R = Ring<FORMAT, D, 1>;
   constexpr int WORDS = R::K_GRAIN / 4;
   float sums[2][COLUMNS][4];
 #pragma unroll
@@ -133,9 +147,8 @@ DEV void score_tile(float (&s)[COLUMNS][4], const u8* k, const u32 (&q)[COLUMNS]
 }
 
 // The first dim of accumulator j of a lane; a pair (d, d + 1) of dims is in one accumulator.
-template <int FORMAT, int D>
+template <class R>
 DEV int accumulator_dim(int j, int g) {
-  using R = Ring<FORMAT, D, 1>;
   constexpr int WORDS = R::V_GRAIN / 4;
   if constexpr (R::Kv::V_CODE == CODE_F16) {
     return (j / WORDS) * 4 * R::V_GRAIN + g * (R::V_GRAIN / 2) + 2 * (j % WORDS);
@@ -146,9 +159,8 @@ DEV int accumulator_dim(int j, int g) {
 
 // V rows from `valid` on become zero: 0 * NaN is not 0, and nothing says what lies beyond a
 // sequence's end. A lane clears its own grains.
-template <int FORMAT, int D>
+template <class R>
 DEV void clear_tail(u8* v, int valid, int t) {
-  using R = Ring<FORMAT, D, 1>;
 #pragma unroll
   for (int r = 0; r < 4; r++) {
     if (2 * t + (r & 1) + 8 * (r >> 1) < valid) continue;
@@ -161,10 +173,9 @@ DEV void clear_tail(u8* v, int valid, int t) {
 }
 
 // o += V^T p. `v` is the lane's first grain, `p` are B fragments of the weights.
-template <int FORMAT, int D, int COLUMNS>
+template <class R, int D, int COLUMNS>
 DEV void accumulate_tile(float (&o)[D / 16][COLUMNS][4], const u8* v,
                          const u32 (&p)[COLUMNS][2]) {
-  using R = Ring<FORMAT, D, 1>;
   constexpr int WORDS = R::V_GRAIN / 4;
 #pragma unroll
   for (int i = 0; i < R::V_GRAINS; i++) {
@@ -197,9 +208,8 @@ DEV void accumulate_tile(float (&o)[D / 16][COLUMNS][4], const u8* v,
 }
 
 // Copies a tile to a lane's grains. `k` and `v` are the lane's first grains in global memory.
-template <int FORMAT, int D>
+template <class R>
 DEV void copy_tile(u8* k_to, u8* v_to, const u8* k, const u8* v) {
-  using R = Ring<FORMAT, D, 1>;
 #pragma unroll
   for (int r = 0; r < 2; r++)
 #pragma unroll
@@ -213,8 +223,8 @@ DEV void copy_tile(u8* k_to, u8* v_to, const u8* k, const u8* v) {
                            v + ((r & 1) + 8 * (r >> 1)) * R::V_ROW + i * 8 * R::V_GRAIN);
 }
 
-template <int FORMAT, int D, int COLUMNS, int WARPS, int STAGES>
-__global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
+template <int FORMAT, int D, int COLUMNS, int WARPS, int STAGES, bool BULK, int SHARE>
+__global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : 12) / (WARPS * SHARE))
     paged_decode(__half* __restrict__ out,            // [rows, heads, D]
                  float* __restrict__ partial_out,     // [rows, kv_heads, partitions, group, D]
                  float2* __restrict__ partial_ml,     // the same without D: maximum (log2), weight
@@ -226,18 +236,25 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
                  i64 block_bytes, i64 k_offset, i64 v_offset, i64 scale_offset,  // bytes
                  int q_stride, int table_stride, int table_columns, int group, int tiles_shift,
                  int partition, float scale_log2) {
-  using R = Ring<FORMAT, D, STAGES>;
+  using R = Ring<FORMAT, D, STAGES, BULK>;
   constexpr int HEADS = 8 * COLUMNS, STRIDE = D + 4, THREADS = 32 * WARPS;
   // A weight may exceed 1 by 2^SLACK before the running maximum, and with it the accumulators,
   // follow: a vote instead of six shuffles for most tiles. Scaled weights need the room.
   constexpr float SLACK = R::Kv::SCALED ? 0.f : 6.f;
   extern __shared__ __align__(16) u8 shared[];
-  __shared__ float warp_m[WARPS][HEADS], warp_l[WARPS][HEADS];
+  constexpr int SUMS_BYTES = WARPS * HEADS * STRIDE * 4;
+  constexpr int HEAD_BYTES = WARPS * R::WARP_BYTES > SUMS_BYTES ? WARPS * R::WARP_BYTES : SUMS_BYTES;
+  __shared__ u64 all_barriers[SHARE * WARPS][BULK ? STAGES : 1];
+  __shared__ float all_m[SHARE][WARPS][HEADS], all_l[SHARE][WARPS][HEADS];
   __shared__ int is_last;
 
-  const int kv_head = blockIdx.x, row = blockIdx.y, part = blockIdx.z;
-  const int kv_heads = gridDim.x, partitions = gridDim.z;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int share = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+  const int kv_head = blockIdx.x * SHARE + share, row = blockIdx.y, part = blockIdx.z;
+  const int kv_heads = gridDim.x * SHARE, partitions = gridDim.z;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  auto& warp_m = all_m[share];
+  auto& warp_l = all_l[share];
+  auto& barriers = all_barriers[share * WARPS + warp];
   const int first_tile = part * (partition / TILE);
   const int* table = tables + (i64)row * table_stride;
 
@@ -252,7 +269,7 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   const int len = min(lens[row], table_columns * (TILE << tiles_shift));
   if (len <= 0 && part == 0) {
     __half* zeros = out + ((i64)row * kv_heads + kv_head) * group * D;
-    for (int i = threadIdx.x; i < group * D; i += THREADS) zeros[i] = __float2half_rn(0.f);
+    for (int i = thread; i < group * D; i += THREADS) zeros[i] = __float2half_rn(0.f);
   }
   const int begin = part * partition;
   if (begin >= len) return;
@@ -261,36 +278,60 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   const int tiles = (end - begin + TILE - 1) / TILE;
   const int mine = tiles > warp ? (tiles - warp + WARPS - 1) / WARPS : 0;
 
-  // This lane's first grains: in block 0 of the pool, and in stage 0 of the ring.
+  // Where this lane copies from (first grains, or with BULK the tile's) in block 0 of the pool,
+  // and where in stage 0 of the ring its grains are.
   const i64 head_rows = (i64)kv_head * (TILE << tiles_shift);
-  const u8* k = storage + k_offset + (head_rows + g) * R::K_ROW + t * R::K_GRAIN;
-  const u8* v = storage + v_offset + (head_rows + 2 * t) * R::V_ROW + g * R::V_GRAIN;
-  u32 k_to = warp * R::WARP_BYTES + lane * R::K_GRAIN;
-  u32 v_to = warp * R::WARP_BYTES + R::V_AT + lane * R::V_GRAIN;
+  const u8* k = storage + k_offset + (head_rows + (BULK ? 0 : g)) * R::K_ROW +
+                (BULK ? 0 : t * R::K_GRAIN);
+  const u8* v = storage + v_offset + (head_rows + (BULK ? 0 : 2 * t)) * R::V_ROW +
+                (BULK ? 0 : g * R::V_GRAIN);
+  const u32 ring_at = share * HEAD_BYTES + warp * R::WARP_BYTES;
+  u32 k_to = ring_at + R::k_lane(lane);
+  u32 v_to = ring_at + R::V_AT + R::v_lane(lane);
   opaque(k_to);
   opaque(v_to);
+  const i64 scales_apart = (i64)kv_heads * (TILE << tiles_shift) * 2;  // K's from V's, bytes
   const u8* scales = storage + scale_offset + head_rows * 2 +
-                     (lane >> 1 & 1) * ((i64)kv_heads * (TILE << tiles_shift) * 2) +
-                     16 * (lane & 1);
-  u8* scales_to = shared + warp * R::WARP_BYTES + R::SCALES_AT;
+                     (BULK ? 0 : (lane >> 1 & 1) * scales_apart + 16 * (lane & 1));
+  u8* ring = shared + ring_at;
+  u8* scales_to = ring + R::SCALES_AT;
+  if constexpr (BULK) {
+    if (lane < STAGES) bulk_barrier_init(&barriers[lane]);
+    bulk_barriers_made();
+  }
 
-  auto request = [&](int nth, int stage_at) {
+  auto request = [&](int nth, int stage, int stage_at) {
     if (nth < mine) {
       if (nth && nth % 32 == 0) blocks = load_blocks(nth);
       const u32 block = __shfl_sync(FULL_WARP, blocks, nth & 31);
       const int row0 = (first_tile + warp + nth * WARPS & (1 << tiles_shift) - 1) * TILE;
       const u64 at = (u64)block * (u32)block_bytes;  // attention.py: block_bytes < 2^31
-      copy_tile<FORMAT, D>(shared + k_to + stage_at, shared + v_to + stage_at,
-                           k + at + row0 * R::K_ROW, v + at + row0 * R::V_ROW);
-      if constexpr (R::Kv::SCALED) {
-        // 16 K scales, then 16 V scales: four runs of 16 bytes.
-        if (lane < 4) cp_async16(scales_to + stage_at + 16 * lane, scales + at + 2 * row0);
+      if constexpr (BULK) {
+        if (lane == 0) {
+          u64* barrier = &barriers[stage];
+          bulk_expect(barrier, R::STAGE_BYTES);
+          bulk_copy(ring + stage_at, k + at + row0 * R::K_ROW, R::V_AT, barrier);
+          bulk_copy(ring + stage_at + R::V_AT, v + at + row0 * R::V_ROW, R::SCALES_AT - R::V_AT,
+                    barrier);
+          if constexpr (R::Kv::SCALED) {
+            const u8* from = scales + at + 2 * row0;
+            bulk_copy(scales_to + stage_at, from, 2 * TILE, barrier);
+            bulk_copy(scales_to + stage_at + 2 * TILE, from + scales_apart, 2 * TILE, barrier);
+          }
+        }
+      } else {
+        copy_tile<R>(shared + k_to + stage_at, shared + v_to + stage_at, k + at + row0 * R::K_ROW,
+                     v + at + row0 * R::V_ROW);
+        if constexpr (R::Kv::SCALED) {
+          // 16 K scales, then 16 V scales: four runs of 16 bytes.
+          if (lane < 4) cp_async16(scales_to + stage_at + 16 * lane, scales + at + 2 * row0);
+        }
       }
     }
-    cp_async_commit();
+    if constexpr (!BULK) cp_async_commit();
   };
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) request(i, i * R::STAGE_BYTES);
+  for (int i = 0; i < STAGES; i++) request(i, i, i * R::STAGE_BYTES);
 
   u32 qb[COLUMNS][D / 16][2];
 #pragma unroll
@@ -315,13 +356,18 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
 
   const float k_gain = scale_log2 * code_gain<R::Kv::K_CODE>();
   int valid = end - begin - warp * TILE;  // tokens from here; more than 16 if the tile is full
-  int stage_at = 0;
+  int stage = 0, stage_at = 0;
+  u32 parity = 0;
   for (int nth = 0; nth < mine; nth++, valid -= WARPS * TILE) {
-    cp_async_wait<STAGES - 1>();
-    if constexpr (R::Kv::SCALED) __syncwarp();
+    if constexpr (BULK) {
+      bulk_wait(&barriers[stage], parity);
+    } else {
+      cp_async_wait<STAGES - 1>();
+      if constexpr (R::Kv::SCALED) __syncwarp();
+    }
 
     float s[COLUMNS][4];
-    score_tile<FORMAT, D, COLUMNS>(s, shared + k_to + stage_at, qb);
+    score_tile<R, D, COLUMNS>(s, shared + k_to + stage_at, qb);
     float k_scale[2] = {k_gain, k_gain}, v_scale[2] = {1.f, 1.f};  // of rows g and g + 8
     if constexpr (R::Kv::SCALED) {
       const __half* both = reinterpret_cast<const __half*>(scales_to + stage_at);
@@ -373,17 +419,18 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
       p[c][1] = movm(pack_half2(s[c][2], s[c][3]));
     }
     u8* values = shared + v_to + stage_at;
-    if (valid < TILE) clear_tail<FORMAT, D>(values, valid, t);
-    accumulate_tile<FORMAT, D, COLUMNS>(o, values, p);
-    if constexpr (R::Kv::SCALED) __syncwarp();
-    request(nth + STAGES, stage_at);
-    stage_at = stage_at == (STAGES - 1) * R::STAGE_BYTES ? 0 : stage_at + R::STAGE_BYTES;
+    if (valid < TILE) clear_tail<R>(values, valid, t);
+    accumulate_tile<R, D, COLUMNS>(o, values, p);
+    if constexpr (BULK || R::Kv::SCALED) __syncwarp();
+    request(nth + STAGES, stage, stage_at);
+    stage++, stage_at += R::STAGE_BYTES;
+    if (stage == STAGES) stage = stage_at = 0, parity ^= 1;
   }
 
   // The ring's memory, all copies done, holds the warps' sums: [WARPS][HEADS][STRIDE].
-  cp_async_wait<0>();
+  if constexpr (!BULK) cp_async_wait<0>();
   __syncthreads();
-  float* sums = reinterpret_cast<float*>(shared);
+  float* sums = reinterpret_cast<float*>(shared + share * HEAD_BYTES);
   const float gain = R::Kv::SCALED ? 1.f / SCALE_LIFT : code_gain<R::Kv::V_CODE>();
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++) {
@@ -399,7 +446,7 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
       float* to = sums + (warp * HEADS + head) * STRIDE;
 #pragma unroll
       for (int j = 0; j < D / 16; j++)
-        *reinterpret_cast<float2*>(to + accumulator_dim<FORMAT, D>(j, g)) =
+        *reinterpret_cast<float2*>(to + accumulator_dim<R>(j, g)) =
             make_float2(o[j][c][i] * gain, o[j][c][i + 2] * gain);
     }
   }
@@ -421,7 +468,7 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
     total.x += factor * x.x, total.y += factor * x.y;
     total.z += factor * x.z, total.w += factor * x.w;
   };
-  for (int at = 4 * threadIdx.x; at < group * D; at += 4 * THREADS) {
+  for (int at = 4 * thread; at < group * D; at += 4 * THREADS) {
     const int head = at / D, dim = at % D;
     float top = LOWEST, weight = 0.f, factor[WARPS];
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -449,8 +496,9 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
 
   __syncthreads();
   if (threadIdx.x == 0) {
-    is_last = take_ticket(tickets + group_at) == used - 1;
-    if (is_last) tickets[group_at] = 0;
+    int* ticket = tickets + (i64)row * gridDim.x + blockIdx.x;
+    is_last = take_ticket(ticket) == used - 1;
+    if (is_last) *ticket = 0;
   }
   __syncthreads();
   if (!is_last) return;
@@ -465,7 +513,7 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   float4 loaded[RUNS][BATCH], total[RUNS];
 #pragma unroll
   for (int r = 0; r < RUNS; r++) {
-    const int at = 4 * (threadIdx.x + r * THREADS);
+    const int at = 4 * (thread + r * THREADS);
     total[r] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (at < group * D)
 #pragma unroll
@@ -499,7 +547,7 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   for (int p = 0; p < used; p += BATCH) {
 #pragma unroll
     for (int r = 0; r < RUNS; r++) {
-      const int at = 4 * (threadIdx.x + r * THREADS);
+      const int at = 4 * (thread + r * THREADS);
       if (at >= group * D) continue;
       const float* factor = factors + at / D * MAX_PARTITIONS + p;
 #pragma unroll
@@ -511,7 +559,7 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : 12) / WARPS)
   }
 #pragma unroll
   for (int r = 0; r < RUNS; r++) {
-    const int at = 4 * (threadIdx.x + r * THREADS);
+    const int at = 4 * (thread + r * THREADS);
     if (at < group * D) store(at, total[r]);
   }
 }
