@@ -1,8 +1,9 @@
 // Types and the instructions that CUDA C++ has no function for.
 //
-// All inline assembly of the project is here. Every primitive has a twin under SIMT_EMULATION: the
-// tests compile the same kernels with g++ and run them thread by thread, so no kernel file may
-// contain assembly or include anything but files of this folder.
+// Inline assembly is here and, for what only Hopper has, in wgmma.cuh and bulk_copy.cuh. Every
+// primitive has a twin under SIMT_EMULATION: the tests compile the same kernels with g++ and run
+// them thread by thread, so no .cu file may contain assembly or include anything but files of this
+// folder.
 #pragma once
 
 #ifdef SIMT_EMULATION
