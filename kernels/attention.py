@@ -169,8 +169,9 @@ def partitions(max_context: int, partition: int) -> int:
 def partition_for(rows: int, kv_heads: int, max_context: int, sm_count: int) -> int:
     """Tokens a partition, for a bucket of ``rows`` rows of up to ``max_context`` tokens.
 
-    As many partitions as the card holds CTAs at once, but not so many that merging them costs
-    more than it saves. A function of its arguments only: equal buckets sum in equal order.
+    As near to one CTA a multiprocessor as whole partitions come, but not so many that merging
+    them costs more than it saves. A function of its arguments only: equal buckets sum in equal
+    order.
     """
     for name, value in (
         ("rows", rows),
@@ -180,7 +181,8 @@ def partition_for(rows: int, kv_heads: int, max_context: int, sm_count: int) -> 
     ):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    wanted = max(1, _CTAS_PER_SM * sm_count // (rows * kv_heads))
+    sequences = rows * kv_heads
+    wanted = max(1, (2 * sm_count + sequences) // (2 * sequences))
     tokens = max(
         -(-max_context // wanted),
         math.isqrt(_MERGE_TOKENS * max_context),
@@ -188,9 +190,6 @@ def partition_for(rows: int, kv_heads: int, max_context: int, sm_count: int) -> 
     )
     return -(-tokens // _PARTITION_STEP) * _PARTITION_STEP
 
-
-_CTAS_PER_SM: Final = 3
-"""CTAs that a multiprocessor holds at once, whatever the format: one wave, no stragglers."""
 
 _MERGE_TOKENS: Final = 8
 """Merging a partition takes a CTA about as long as attending to so many tokens, so of ``n`` tokens
@@ -300,8 +299,8 @@ def decode_spec(
     """
     k_bytes = 2 if kv_format in (KV_FP16, KV_K16V8) else 1
     v_bytes = 2 if kv_format == KV_FP16 else 1
-    warps = warps or 4
-    stages = stages or (2 if k_bytes == 2 else 3)
+    warps = warps or (8 if k_bytes + v_bytes == 2 else 4)
+    stages = stages or 2
     columns = 1 if group <= 8 else 2
     stage = TILE_TOKENS * head_dim * (k_bytes + v_bytes)
     if kv_format == KV_INT8:

@@ -248,7 +248,8 @@ __global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : 12) /
   __shared__ float all_m[SHARE][WARPS][HEADS], all_l[SHARE][WARPS][HEADS];
   __shared__ int is_last;
 
-  const int share = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+  const int share = SHARE == 1 ? 0 : threadIdx.x / THREADS;
+  const int thread = SHARE == 1 ? threadIdx.x : threadIdx.x % THREADS;
   const int kv_head = blockIdx.x * SHARE + share, row = blockIdx.y, part = blockIdx.z;
   const int kv_heads = gridDim.x * SHARE, partitions = gridDim.z;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -423,8 +424,12 @@ __global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : 12) /
     accumulate_tile<R, D, COLUMNS>(o, values, p);
     if constexpr (BULK || R::Kv::SCALED) __syncwarp();
     request(nth + STAGES, stage, stage_at);
-    stage++, stage_at += R::STAGE_BYTES;
-    if (stage == STAGES) stage = stage_at = 0, parity ^= 1;
+    const bool wraps = stage_at == (STAGES - 1) * R::STAGE_BYTES;
+    stage_at = wraps ? 0 : stage_at + R::STAGE_BYTES;
+    if constexpr (BULK) {
+      stage = wraps ? 0 : stage + 1;
+      parity ^= wraps;
+    }
   }
 
   // The ring's memory, all copies done, holds the warps' sums: [WARPS][HEADS][STRIDE].
