@@ -172,6 +172,16 @@ def test_an_engine_generates_what_the_model_says() -> None:
     assert generate(cpu_runner(QWEN2, ahead=False), prompts, lengths) == answers
 
 
+def test_a_warm_up_leaves_nothing_behind() -> None:
+    runner = cpu_runner(QWEN2)
+    runner.warm_up()
+    assert not runner.pool.storage[:32].any()
+    a = ids(9, 1)
+    found = runner.forward([step(a, 0, 9, (3,))])
+    wanted = SdpaModel(random_model(QWEN2), torch.float32, CPU).logits(a)[[8]]
+    assert error(found, wanted) < TOLERANCE["fp16"]
+
+
 def follow(runner: GpuRunner, slices: list[SequenceSlice]) -> list[int]:
     """A step, and its tokens."""
     rows = [SampleRow(params=LONG, seed=0, index=0)] * len(slices)

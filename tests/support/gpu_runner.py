@@ -14,8 +14,9 @@ from deepinfer.kernels.attention import DecodeWorkspace
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.workers.gpu import decoder
 from deepinfer.workers.gpu.buffers import Buffers
+from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.opening import make_runner
-from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
+from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.weights import load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import kv_layout

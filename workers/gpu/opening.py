@@ -30,7 +30,8 @@ from deepinfer.workers.gpu.card import Card, GpuMemoryError
 from deepinfer.workers.gpu.copying import CardCopies, CudaCopyDevice
 from deepinfer.workers.gpu.decoder import GpuDecoder
 from deepinfer.workers.gpu.graphs import buckets, row_bucket
-from deepinfer.workers.gpu.runner import GpuRunner, StepLimits
+from deepinfer.workers.gpu.limits import StepLimits
+from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.gpu.shapes import check_kernels, kv_views, model_specs
@@ -154,6 +155,8 @@ def open_gpu(
     before = _used()
     began = time.monotonic()
     captured = runner.capture()
+    runner.warm_up()
+    torch.cuda.synchronize()
     captured_s = time.monotonic() - began
     budget = replace(budget, graphs=_used() - before, kv=layout.payload_bytes(blocks))
     notes = [

@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,22 +25,14 @@ from deepinfer.workers.gpu.graphs import (
     row_bucket,
 )
 from deepinfer.workers.gpu.inputs import InputShape, InputViews, StepInputs
+from deepinfer.workers.gpu.limits import StepLimits, check_slices
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.sampler import SampleRow
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """The largest step: ``rows`` tokens of ``sequences`` requests, none longer than ``context``.
-
-    ``sequences`` is a bucket of graphs, or beyond them all, and at most ``rows``.
-    """
-
-    rows: int
-    sequences: int
-    context: int
+WARM_UP_TOKENS: Final = 32
+"""More than the kernels for few rows take."""
 
 
 @dataclass(slots=True)
@@ -115,6 +108,15 @@ class GpuRunner:
         self._graphs = graphs
         return len(graphs)
 
+    def warm_up(self) -> None:
+        """Run a step with a prompt in it, over spare blocks: libraries load on first use."""
+        block_size = self.pool.layout.block_size
+        table = self._spares[: -(-WARM_UP_TOKENS // block_size)]
+        if len(table) * block_size < WARM_UP_TOKENS or self._limits.rows < WARM_UP_TOKENS:
+            return
+        self.forward([SequenceSlice([0] * WARM_UP_TOKENS, 0, table, logits=True)])
+        self._last = ()
+
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
         """Compute ``slices`` in one step.
@@ -127,7 +129,7 @@ class GpuRunner:
         for more rows or slices than ``StepLimits`` names.
         """
         begin = time.perf_counter_ns()
-        self._validate(slices)
+        check_slices(slices, self.config, self.pool.layout, self._limits)
         self.backend.forget()
         claim = self._claim(slices)
         if claim is None:
@@ -255,7 +257,7 @@ class GpuRunner:
         logits)`` gets float32 ``[some rows, vocab]`` of slice ``i`` from row ``first`` on, a part
         of a buffer that the next call overwrites.
         """
-        self._validate(slices)
+        check_slices(slices, self.config, self.pool.layout, self._limits)
         self.backend.forget()
         self._ahead, self._last = None, ()
         inputs, firsts = self._wide(slices)
@@ -347,37 +349,6 @@ class GpuRunner:
 
     def _partition(self, rows: int, context: int) -> int:
         return partition_for(rows, self.config.kv_heads, context, self._multiprocessors)
-
-    def _validate(self, slices: Sequence[SequenceSlice]) -> None:
-        if not slices:
-            raise ValueError("forward needs at least one slice")
-        rows = 0
-        for index, part in enumerate(slices):
-            count = len(part.token_ids)
-            end = part.start + count
-            rows += count
-            if count < 1 or part.start < 0:
-                raise ValueError(f"slice {index}: {count} tokens from position {part.start}")
-            if min(part.token_ids) < 0 or max(part.token_ids) >= self.config.vocab_size:
-                raise ValueError(
-                    f"slice {index}: token ids must be in 0..{self.config.vocab_size - 1}, got "
-                    f"{min(part.token_ids)}..{max(part.token_ids)}"
-                )
-            if end > self._limits.context:
-                raise ValueError(
-                    f"slice {index}: position {end - 1} is beyond the {self._limits.context} "
-                    "positions that this runner was opened for"
-                )
-            if len(part.block_table) * self.pool.layout.block_size < end:
-                raise ValueError(
-                    f"slice {index}: {end} tokens need {self._columns(end)} blocks, the table has "
-                    f"{len(part.block_table)}"
-                )
-        if rows > self._limits.rows or len(slices) > self._limits.sequences:
-            raise ValueError(
-                f"a step of {rows} rows in {len(slices)} slices: at most {self._limits.rows} and "
-                f"{self._limits.sequences} were allocated for"
-            )
 
 
 @contextlib.contextmanager
