@@ -306,9 +306,10 @@ def decode_spec(
     if kv_format == KV_INT8:
         stage += 4 * TILE_TOKENS
     sums = warps * 8 * columns * (head_dim + 4) * 4
+    parameters = kv_format, head_dim, columns, warps, stages, int(bulk), share
     return KernelSpec(
         "decode_attention.cu",
-        f"paged_decode<{kv_format}, {head_dim}, {columns}, {warps}, {stages}, {int(bulk)}, {share}>",
+        f"paged_decode<{', '.join(map(str, parameters))}>",
         32 * warps * share,
         share * max(warps * stages * stage, sums),
     )

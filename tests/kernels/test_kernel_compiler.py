@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from deepinfer.kernels import compiler, source
 from deepinfer.kernels.compiler import (
     Argument,
+    Compiled,
     CompileError,
     Grid,
     KernelError,
@@ -171,3 +173,46 @@ def test_without_a_device_a_launch_says_so() -> None:
         launch(SPEC, (1, 1, 1), (np.int32(1),))
     with pytest.raises(KernelError, match="torch sees no CUDA device"):
         precompile([SPEC])
+
+
+class _Card:
+    """As much of CuPy as loading a kernel uses: keeps what was allowed to which kernel."""
+
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    def __init__(self) -> None:
+        self.allowed: dict[str, int] = {}
+        self.cuda = self.driver = self.function = self.runtime = self
+
+    def setDevice(self, device: int) -> None:
+        assert device == 0
+
+    def Device(self, device: int) -> SimpleNamespace:
+        return SimpleNamespace(attributes={"MaxSharedMemoryPerBlockOptin": 99 * 1024})
+
+    def Module(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            load=lambda binary: None, get_function=lambda name: SimpleNamespace(ptr=name)
+        )
+
+    def funcSetAttribute(self, function: str, attribute: int, value: int) -> None:
+        assert attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.allowed[function] = value
+
+
+def test_dynamic_shared_memory_is_allowed_whatever_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 48 KB need no permission unless the kernel has static shared memory, too.
+    card = _Card()
+    monkeypatch.setattr(compiler, "_cupy", lambda: card)
+    monkeypatch.setattr(compiler, "_functions", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    sizes = (0, 1024, 48 * 1024, 64 * 1024)
+    for size in sizes:
+        spec = KernelSpec("scale.cu", "scale<3>", 32, size)
+        compiler._load(spec, 0, Compiled(spec, "sm_86", f"with_{size}", b"", None))
+    assert card.allowed == {f"with_{size}": size for size in sizes if size}
+    spec = KernelSpec("scale.cu", "scale<3>", 32, 100 * 1024)
+    with pytest.raises(KernelError, match="needs 102400 bytes of shared memory a block, a card"):
+        compiler._load(spec, 0, Compiled(spec, "sm_86", "too_much", b"", None))

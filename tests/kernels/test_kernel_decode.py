@@ -13,6 +13,7 @@ from deepinfer.deploy.validate import decode_cases
 from deepinfer.deploy.validate.decode_cases import FORMATS, Kind
 from deepinfer.kernels import attention, reference, reference_decode
 from deepinfer.kernels.attention import DecodeWorkspace, KvView, partition_for, partitions
+from deepinfer.kernels.compiler import precompile
 from kernels.simt.build import COMPILER, emulator
 
 needs_emulator = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -27,12 +28,16 @@ INSTANCES = [
     ("fp8_e5m2", 64, 1),
     ("k16v8", 128, 4),
 ]
+BULK = [("fp16", 128, 8), ("int8", 64, 7), ("fp8", 96, 12)]
 LENGTHS = [77, 0, 1, 16, 250]  # partial tiles, a padding row, a single token, a whole tile
 
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[None]:
-    specs = (attention.decode_spec(FORMATS[name], dim, group) for name, dim, group in INSTANCES)
+    specs = [attention.decode_spec(FORMATS[name], dim, group) for name, dim, group in INSTANCES]
+    specs += [
+        attention.decode_spec(FORMATS[name], dim, group, bulk=True) for name, dim, group in BULK
+    ]
     with emulator(specs):
         yield
 
@@ -85,6 +90,19 @@ class TestEmulated:
                 case.scales[block, 1, :, 0] = 0.5
         assert torch.equal(case.run(16).double(), case.expected())
 
+    @pytest.mark.parametrize(("dtype", "head_dim", "group"), BULK)
+    @pytest.mark.parametrize("block_size", [16, 32])
+    def test_bulk_copies_bring_the_same(
+        self, dtype: str, head_dim: int, group: int, block_size: int
+    ) -> None:
+        case = decode_cases.make(
+            dtype, [*LENGTHS, 700], head_dim=head_dim, group=group, block_size=block_size
+        )
+        expected = case.expected()
+        for partition in (48, 1024):
+            out = case.run(partition, bulk=True)
+            assert decode_cases.error(case, out, expected) is None
+
     def test_a_warp_with_more_tiles_than_lanes(self) -> None:
         case = decode_cases.make("int8", [2300], head_dim=64, group=16, kv_heads=1)
         assert decode_cases.error(case, case.run(4096), case.expected()) is None
@@ -116,6 +134,17 @@ class TestEmulated:
             case, q=case.q[4:], block_tables=case.block_tables[4:], lens=case.lens[4:]
         )
         assert torch.equal(alone.run(64)[0], whole[4])
+
+
+def test_bulk_instances_stay_in_registers() -> None:
+    pytest.importorskip("cupy", reason="compiling kernels needs CuPy")
+    specs = [
+        attention.decode_spec(FORMATS[name], dim, group, bulk=True) for name, dim, group in BULK
+    ]
+    for each in precompile(specs, "sm_90a"):
+        assert each.resources is not None
+        assert not each.resources.stack_bytes, each.spec.name
+        assert not each.resources.spill_bytes, each.spec.name
 
 
 def test_the_specification_agrees_with_the_plain_one() -> None:
@@ -220,6 +249,18 @@ def test_partitions_fit_every_bucket() -> None:
                     assert 1 <= partitions(context, partition) <= attention.PARTITIONS_MAX
     with pytest.raises(ValueError, match="max_context must be at least 1"):
         partition_for(1, 2, 0, 82)
+
+
+def test_partitions_make_about_one_cta_a_multiprocessor() -> None:
+    for rows, context, partition in [
+        (64, 2048, 2048),
+        (40, 2048, 1024),
+        (16, 8192, 2048),
+        (16, 2048, 512),
+        (1, 8192, 256),  # where merging 66 partitions would cost more than it saves
+        (1, 512, 64),
+    ]:
+        assert partition_for(rows, 2, context, 132) == partition
 
 
 def test_a_workspace_can_be_bounded_by_slots() -> None:
