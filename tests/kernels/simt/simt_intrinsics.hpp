@@ -87,6 +87,8 @@ static inline double __longlong_as_double(long long x) { return simt_bits<double
 static inline float __fadd_rn(float a, float b) { volatile float s = a + b; return s; }
 static inline float __fsub_rn(float a, float b) { volatile float s = a - b; return s; }
 static inline float __fmul_rn(float a, float b) { volatile float s = a * b; return s; }
+static inline double __dadd_rn(double a, double b) { volatile double s = a + b; return s; }
+static inline double __dmul_rn(double a, double b) { volatile double s = a * b; return s; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 static inline float __frcp_rn(float a) { return 1.f / a; }
