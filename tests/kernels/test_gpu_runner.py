@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -282,6 +283,43 @@ def test_tokens_are_those_of_the_workers_sampler(runner: GpuRunner) -> None:
     assert token.id == chosen[0]
     with pytest.raises(LogitsError):
         runner.backend.sample(logits[1:2], greedy[:1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.8, "top_k": 5},
+        {"temperature": 1.2, "top_p": 0.7, "min_p": 0.02},
+        {"temperature": 0.0, "repetition_penalty": 1.4},
+        {"temperature": 1.0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "top_k": 30},
+        {"temperature": 0.7, "logprobs": 2},
+        {"temperature": 0.0, "logit_bias": ((17, 8.0),)},
+        {"temperature": 0.0, "min_tokens": 3},
+    ],
+)
+def test_parameters_mean_what_they_mean_on_the_host(
+    runner: GpuRunner, changes: dict[str, Any]
+) -> None:
+    """In one batch with greedy rows, and of the rows that are chosen on the host as well."""
+    tables = [(0,), (1,), (2,), (3,)]
+    slices = [step(ids(9, 6 + i), 0, 9, table) for i, table in enumerate(tables)]
+    params = [SamplingParams(max_tokens=4, **changes), GREEDY] * 2
+    logits = runner.forward(slices)
+    rows = [
+        SampleRow(
+            params=each,
+            seed=2**63 + i,
+            index=2,
+            choice=i,
+            prompt_ids=ids(9, 6 + i),
+            output_ids=[int(logits[i].argmax()), 40],
+            stop_token_ids=(int(logits[i].argmax()),),
+        )
+        for i, each in enumerate(params)
+    ]
+    wanted = sampler.sample(logits.clone(), rows)
+    assert runner.backend.sample(logits, rows) == wanted
 
 
 def test_a_weight_beyond_half_precision_is_refused() -> None:

@@ -170,7 +170,8 @@ class GpuRunner:
             sources=[row.source for row in foreseen],
         )
         count = len(foreseen)
-        inputs.token_ids[:count] = ids.index_select(0, inputs.last_rows[:count])
+        # A row without a token (-1) has one of no meaning, but inside the vocabulary.
+        inputs.token_ids[:count] = ids.index_select(0, inputs.last_rows[:count]).clamp_(min=0)
         self._run(bucket)
         self._foreseen = foreseen
         self.counters.ahead_rows += count

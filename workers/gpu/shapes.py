@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from deepinfer.kernels import attention, linear, pointwise, prefill
+from deepinfer.kernels import attention, linear, pointwise, prefill, sampling
 from deepinfer.kernels.attention import KvView
 from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear import W4Weight
@@ -70,6 +70,11 @@ def check_kernels(config: ModelConfig, layout: KvLayout) -> None:
             f"hidden_size = {config.hidden_size}: the kernels take up to "
             f"{pointwise.COLUMNS_MAX}: {instead}"
         )
+    if config.vocab_size > sampling.VOCAB_MAX:
+        raise ValueError(
+            f"vocab_size = {config.vocab_size}: the kernels take up to {sampling.VOCAB_MAX}: "
+            f"{instead}"
+        )
     if config.rope_dim % 4:
         raise ValueError(
             f"rotary_dim = {config.rope_dim}: the kernels take multiples of 4: {instead}"
@@ -85,9 +90,11 @@ def model_specs(weights: GpuWeights, layout: KvLayout) -> Iterator[KernelSpec]:
     """Every kernel that a model's steps may launch on its card."""
     config = weights.config
     form, group = KV_FORMATS[layout.dtype.name], config.heads // config.kv_heads
-    yield attention.decode_spec(form, config.head_dim, group)
-    yield from prefill.device_specs(form, config.head_dim, weights.embedding.device)
+    device = weights.embedding.device
+    yield from attention.device_specs(form, config.head_dim, group, device)
+    yield from prefill.device_specs(form, config.head_dim, device)
     yield from pointwise.specs()
+    yield from sampling.specs()
     packed = any(isinstance(w, W4Weight) for each in weights.layers for w in layer_weights(each))
     for spec in linear.specs():
         if packed or "w4" not in spec.source:
