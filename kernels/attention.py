@@ -320,6 +320,13 @@ def _copies_in_bulk(device: torch.device) -> bool:
     return _BULK_CHOSEN and device.type == "cuda" and device_target() == _BULK_TARGET
 
 
+def device_specs(
+    kv_format: int, head_dim: int, group: int, device: torch.device | str
+) -> Iterator[KernelSpec]:
+    """What launches over such a pool on ``device`` need: compile it before the first request."""
+    yield decode_spec(kv_format, head_dim, group, bulk=_copies_in_bulk(torch.device(device)))
+
+
 def decode_specs() -> Iterator[KernelSpec]:
     """Every instance of ``paged_decode`` that may be launched."""
     for kv_format, head_dim, group in itertools.product(KV_FORMATS, HEAD_DIMS, (8, GROUP_MAX)):

@@ -224,7 +224,7 @@ DEV void copy_tile(u8* k_to, u8* v_to, const u8* k, const u8* v) {
 }
 
 template <int FORMAT, int D, int COLUMNS, int WARPS, int STAGES, bool BULK, int SHARE>
-__global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : 12) / (WARPS * SHARE))
+__global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : BULK ? 8 : 12) / (WARPS * SHARE))
     paged_decode(__half* __restrict__ out,            // [rows, heads, D]
                  float* __restrict__ partial_out,     // [rows, kv_heads, partitions, group, D]
                  float2* __restrict__ partial_ml,     // the same without D: maximum (log2), weight
