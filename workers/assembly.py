@@ -90,7 +90,7 @@ def assemble(
     ref = WorkerRef(WorkerId(settings.worker), incarnation)
     identity = device.identity
     salt = f"{identity.model}/{identity.precision}/{device.pool.layout.fingerprint()}"
-    config = replace(settings.config, cache_salt=salt.encode(), blocks_total=device.pool.num_blocks)
+    config = replace(settings.config, cache_salt=salt.encode(), blocks_total=device.blocks)
     core = WorkerCore(ref, NodeId(settings.node), config)
     shell = WorkerShell(core, device.engine, die=die)
     shell.connect(
