@@ -217,16 +217,16 @@ def prefill_spec(
 def hopper_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
     """As ``prefill_spec``, on Hopper; it compiles for ``sm_90a`` alone."""
     k_codes, v_codes = kv_format not in (KV_FP16, KV_K16V8), kv_format != KV_FP16
-    # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, staged codes,
-    # scales, block ids.
+    # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, staged codes twice,
+    # scales, barriers.
     shared = (tile_rows + 4 * _HOPPER_TILE) * head_dim * 2
-    shared += _HOPPER_TILE * head_dim * (k_codes + v_codes)
+    shared += 2 * _HOPPER_TILE * head_dim * (k_codes + v_codes)
     shared += 16 * _HOPPER_TILE if kv_format == KV_INT8 else 0
-    shared += 128
+    shared += 64
     return KernelSpec(
         "prefill_hopper.cu",
         f"paged_prefill_hopper<{kv_format}, {head_dim}, {tile_rows // 64}>",
-        2 * tile_rows,
+        2 * tile_rows + 128,
         shared,
     )
 

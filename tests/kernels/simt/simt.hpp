@@ -86,6 +86,7 @@ struct Thread {
   unsigned mask = 0;
   Apply apply = nullptr;
   void* frame = nullptr;
+  const void* parked_on = nullptr;
   int group = 0;
   std::vector<Copy> copies;
 };
@@ -98,6 +99,7 @@ inline int at_barrier;
 inline const char* barrier_kind;
 inline int barrier_value;
 inline int barrier_result;
+inline int named_arrived[16], named_threads[16];
 inline uint3 block_index;
 inline dim3 block_dim, grid_dim;
 inline void* scheduler_stack;
@@ -169,6 +171,7 @@ inline void start(Thread& thread, int id) {
                   id / (block_dim.x * block_dim.y)};
   thread.done = thread.blocked = false;
   thread.waits_for = nullptr;
+  thread.parked_on = nullptr;
   thread.group = 0;
   thread.copies.clear();
   void** top = reinterpret_cast<void**>(stacks + (id + 1) * STACK_BYTES);
@@ -237,6 +240,34 @@ inline int barrier(const char* what, Vote vote, int predicate) {
   return barrier_result;
 }
 
+// For barriers that a thread meets alone: it sleeps until another one wakes those on `object`.
+inline void park(const char* what, const void* object) {
+  current->mask = 0;
+  current->parked_on = object;
+  wait_blocked(what);
+}
+
+inline void wake(const void* object) {
+  for (int i = 0; i < thread_count; ++i) {
+    if (threads[i].parked_on != object) continue;
+    threads[i].parked_on = nullptr;
+    threads[i].blocked = false;
+  }
+}
+
+inline void named_barrier(int id, int count, bool waits) {
+  if (id < 1 || id > 15 || count % 32) fail("named barrier: an id or a count that is none");
+  if (named_arrived[id] && named_threads[id] != count)
+    fail("named barrier: threads disagree about its size");
+  named_threads[id] = count;
+  if (++named_arrived[id] == count) {
+    named_arrived[id] = 0;
+    wake(&named_arrived[id]);
+  } else if (waits) {
+    park("named barrier", &named_arrived[id]);
+  }
+}
+
 // Static shared memory is what the shared object has of thread-local data.
 struct Span {
   void* begin = nullptr;
@@ -269,6 +300,7 @@ inline void run_block() {
   const int warps = (thread_count + 31) / 32;
   const bool descending = (block_index.x + block_index.y + block_index.z) & 1;
   finished = at_barrier = 0;
+  memset(named_arrived, 0, sizeof named_arrived);
   // Whoever reads shared memory that was not written gets NaN or a wild index.
   memset(shared_memory, 0xFF, shared_bytes);
   memset(statics.begin, 0xFF, statics.bytes);
