@@ -17,11 +17,12 @@ from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.opening import make_runner
 from deepinfer.workers.gpu.runner import GpuRunner
+from deepinfer.workers.gpu.shapes import model_specs
 from deepinfer.workers.gpu.weights import load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.pool import PagedPool
-from kernels.simt.build import emulator
+from kernels.simt.build import emulator, prebuild
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -57,6 +58,7 @@ def cpu_runner(
     pool = PagedPool(
         kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks + sequences
     )
+    prebuild(model_specs(weights, pool.layout))
     workspace = DecodeWorkspace.allocate(sequences, config.heads, config.head_dim, 8, CPU)
     buffers = Buffers.allocate(config, rows, FUSED_ROWS, sequences, workspace, CPU)
     limits = StepLimits(rows=rows, sequences=sequences, context=config.max_positions)
