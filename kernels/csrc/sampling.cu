@@ -290,8 +290,9 @@ sample_narrow(i32 phase, i32 level, const float* logits, i64 stride, i32 vocab,
     if (before < need && need <= before + bins[j]) {
       const u64 found = (level > 0 ? prefix << DIGIT : 0) | u64(threadIdx.x * BINS_EACH + j);
       const bool whole = need == before + bins[j] || bin_counts[j] == 1;
-      if (whole) {
-        state[LIMIT] = ((found + 1) << shift) - 1;
+      const u64 end = ((found + 1) << shift) - 1;
+      if (whole && end < scale.limit) {  // else what top-k left ends within the bin
+        state[LIMIT] = end;
         state[LIMIT_ID] = 0x7FFFFFFF;
       }
       state[PREFIX] = found;

@@ -70,6 +70,7 @@ CUTS = {
     "whole": RowParams(temperature=1.0),
     "top_k": RowParams(temperature=0.9, top_k=40),
     "top_k of one": RowParams(temperature=5.0, top_k=1),
+    "a narrow top_k in a wide bin of top_p": RowParams(temperature=100.0, top_k=3, top_p=0.9),
     "top_k of more than there are": RowParams(temperature=0.01, top_k=4000),
     "top_p": RowParams(temperature=1.5, top_p=0.9),
     "tiny top_p": RowParams(temperature=1.0, top_p=1e-9),
