@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from deepinfer.deploy.bench.cli import MODEL_HELP, bench, result_folder
+from deepinfer.deploy.bench.cli import MODEL_HELP, RESULTS, bench, result_folder
 from deepinfer.deploy.console import err, out, plain_errors, standard_input
 from deepinfer.deploy.interrupts import ending, exit_code, stop_signals
 from deepinfer.deploy.sampling import Sampling, sampling_options
@@ -363,6 +363,36 @@ def convert(
             source=source, target=target, weights=weights, group_size=group_size, console=err
         ):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("validate-kernels")
+def validate_kernels(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help=MODEL_HELP + " Default: random weights."),
+    ] = None,
+    shape: Annotated[
+        str,
+        typer.Option(
+            help="Random weights of this shape: smollm2 or qwen2.5-3b.",
+            autocompletion=one_of("smollm2", "qwen2.5-3b"),
+        ),
+    ] = "smollm2",
+    quick: Annotated[bool, typer.Option(help="Fewer shapes; about a quarter of the time.")] = False,
+    ptx: Annotated[
+        bool,
+        typer.Option("--ptx/--no-ptx", help="Once more as the code for compute capability 8.6."),
+    ] = True,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the JSON.", callback=result_folder)
+    ] = RESULTS,
+) -> None:
+    """Check every GPU kernel and KV dtype against float64, and whole models against torch."""
+    with plain_errors():
+        from deepinfer.deploy.validate.run import run_validation
+
+        ok = run_validation(model, shape, quick=quick, ptx=ptx, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
 
 
 @model.command("get")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.quantized import QuantizedTensor
 from deepinfer.workers.model.weights import (
     CheckpointError,
     LoadedModel,
@@ -36,7 +37,23 @@ QWEN25_3B: Final = ModelConfig(
 )
 """The shape of Qwen2.5-3B (its published config)."""
 
-SHAPES: Final = {"qwen2.5-3b": QWEN25_3B}
+SMOLLM2_135M: Final = ModelConfig(
+    family="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    max_positions=8192,
+    rms_eps=1e-5,
+    rope_theta=1e5,
+    tied_embeddings=True,
+)
+"""The shape of SmolLM2-135M (its published config)."""
+
+SHAPES: Final = {"qwen2.5-3b": QWEN25_3B, "smollm2": SMOLLM2_135M}
 """By the names that ``--shape`` takes."""
 
 
@@ -70,8 +87,11 @@ class RandomWeights:
             return (0.2 * drawn).half()
         return drawn.mul_(shape[-1] ** -0.5).half()
 
-    def read_quantized(self, name: str, device: torch.device | None = None) -> None:
+    def read_quantized(
+        self, name: str, device: torch.device | None = None
+    ) -> QuantizedTensor | None:
         """None: nothing is packed."""
+        return None
 
     def stored(self, name: str) -> tuple[memoryview, ...]:
         """The bytes of one tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -20,12 +21,21 @@ class SdpaModel:
 
     Weights are rounded to float16 first whatever the dtype, as the native model holds them: in
     float32 it is what both are measured against. Norms are computed in float32.
+
+    ``kept`` is what becomes of K (after RoPE) and V ``[tokens, kv_heads, head_dim]`` in a cache.
     """
 
-    def __init__(self, model: LoadedModel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         self.config = model.config
         self._dtype = dtype
         self._device = device
+        self._kept = kept
         names = model.weights.shapes()
         self._tensors = {name: self._rounded(model.weights.read(name)) for name in names}
         self._rope = RopeTable(model.config, torch.device("cpu"))
@@ -58,6 +68,8 @@ class SdpaModel:
             q = self._norm(q, f"{prefix}.q_norm")
             k = self._norm(k, f"{prefix}.k_norm")
         q, k = self._rotate(q, turn), self._rotate(k, turn)
+        if self._kept is not None:
+            k, v = self._kept(k, v)
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self._linear(mixed[0].transpose(0, 1).flatten(1), f"{prefix}.o_proj")

@@ -28,6 +28,10 @@ class Steps:
         """Show what is being done now."""
         self._progress.update(self._task, description=doing)
 
+    def expect(self, total: int) -> None:
+        """There are so many, as has turned out."""
+        self._progress.update(self._task, total=total)
+
     def advance(self, steps: int = 1) -> None:
         """So many more are done."""
         self._progress.advance(self._task, steps)

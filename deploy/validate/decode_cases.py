@@ -1,4 +1,4 @@
-"""Inputs for paged decode, and the accuracy rule its outputs are held to.
+"""Inputs for paged decode, and the accuracy rule that its outputs are held to.
 
 Every byte of the pool that no token of a case owns is poison (NaN codes, infinite scales), and so
 are block table entries beyond a sequence, so whatever reads too far shows.
@@ -13,6 +13,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from deepinfer.deploy.validate import accuracy
+from deepinfer.deploy.validate.accuracy import Accuracy, Miss
 from deepinfer.kernels import attention, reference_decode
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.workers.pool import PagedPool
@@ -163,7 +165,7 @@ def _fill(
     ):
         shape = (len(blocks), layout.kv_heads, layout.block_size, layout.head_dim)
         values = torch.randn(shape, generator=random, device=blocks.device)
-        stored, scales = _store(values, pages.dtype, kind, which == 0, random)
+        stored, scales = store(values, pages.dtype, kind, which == 0, random)
         tail = torch.arange(len(blocks) * layout.block_size, device=blocks.device)
         own = (tail < tokens).view(len(blocks), 1, layout.block_size, 1)
         bits = stored.view(words.dtype)
@@ -173,7 +175,7 @@ def _fill(
             pool.scales(_LAYER)[blocks, which] = torch.where(own[..., 0], scales, kept)
 
 
-def _store(
+def store(
     values: Tensor, dtype: torch.dtype, kind: Kind, is_k: bool, random: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
     """``values`` in storage type ``dtype`` (and int8's scales), after what ``kind`` does."""
@@ -196,31 +198,18 @@ def _store(
     return values.clamp(-limit, limit).to(dtype), None
 
 
-def error(case: Case, out: Tensor, expected: Tensor) -> str | None:
-    """Why ``out`` breaks the accuracy rule; None if it keeps it.
-
-    Against float64 on the same stored bytes: every head's cosine at least 0.999999, the whole
-    tensor's at least 0.9999999 (0.999999 for E5M2), the largest error at most 0.001 or, where
-    outputs are so large that halves are coarser, two units in the last place of the largest.
-    """
-    wide = out.double()
-    if not torch.isfinite(wide).all():
-        return f"{case.name}: {int((~torch.isfinite(wide)).sum())} outputs are not finite"
+def judge(case: Case, out: Tensor, expected: Tensor) -> Accuracy:
+    """``out`` beside float64 on the same stored bytes; raises Miss for a padding row not zero."""
     padding = case.lens == 0
-    if wide[padding].any():
-        return f"{case.name}: a padding row is not zero"
-    wide, expected = wide[~padding], expected[~padding]
-    if not wide.numel():
-        return None
-    heads = torch.nn.functional.cosine_similarity(wide, expected, dim=-1)
-    whole = float(torch.nn.functional.cosine_similarity(wide.flatten(), expected.flatten(), dim=0))
-    largest = float(expected.abs().max())
-    allowed = max(0.001, 2 * 2.0 ** (math.floor(math.log2(largest)) - 10))
-    worst = float((wide - expected).abs().max())
-    floor = 0.999999 if case.kv.format == attention.KV_E5M2 else 0.9999999
-    if float(heads.min()) >= 0.999999 and whole >= floor and worst <= allowed:
-        return None
-    return (
-        f"{case.name}: cosine of the worst head 1 - {1 - float(heads.min()):.2e}, whole 1 - "
-        f"{1 - whole:.2e}, largest error {worst:.2e} of {allowed:.2e} (values to {largest:.3g})"
-    )
+    if bool(out[padding].any()):
+        raise Miss(f"{case.name}: a padding row is not zero")
+    e5m2 = case.kv.format == attention.KV_E5M2
+    return accuracy.attention(case.name, out[~padding], expected[~padding], e5m2=e5m2)
+
+
+def error(case: Case, out: Tensor, expected: Tensor) -> str | None:
+    """Why ``out`` breaks a rule; None if it keeps them."""
+    try:
+        return judge(case, out, expected).problem
+    except Miss as miss:
+        return str(miss)

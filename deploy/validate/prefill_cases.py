@@ -11,19 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.deploy.validate import accuracy
+from deepinfer.deploy.validate.accuracy import Accuracy, Miss
+from deepinfer.deploy.validate.decode_cases import FORMATS, Kind, store
 from deepinfer.kernels import attention, reference_prefill
 from deepinfer.kernels.attention import KvView
 from deepinfer.kernels.prefill import PrefillSpan, paged_prefill, plan_prefill
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.workers.pool import PagedPool
 
-FORMATS = {
-    "fp16": attention.KV_FP16,
-    "int8": attention.KV_INT8,
-    "fp8": attention.KV_E4M3,
-    "fp8_e5m2": attention.KV_E5M2,
-    "k16v8": attention.KV_K16V8,
-}
 LAYER = 1
 UNTOUCHED = 7.0
 """What ``Case.run`` fills ``out`` with; its first and last row belong to no span."""
@@ -31,7 +27,10 @@ UNTOUCHED = 7.0
 
 @dataclass
 class Case:
-    """Some (start, rows) of one request each; ``gain`` multiplies q, and so the scores."""
+    """Some (start, rows) of one request each; ``gain`` multiplies q, and so the scores.
+
+    ``kind`` is what ``decode_cases`` calls so.
+    """
 
     dtype: str = "fp16"
     head_dim: int = 64
@@ -41,14 +40,15 @@ class Case:
     parts: tuple[tuple[int, int], ...] = ((0, 20),)
     gain: float = 1.0
     device: str = "cpu"
+    kind: Kind = "normal"
 
     def __post_init__(self) -> None:
-        torch.manual_seed(1234)
+        self._random = torch.Generator(self.device).manual_seed(1234)
         layout = KvLayout(
             resolve_kv_dtype(self.dtype), 2, self.kv_heads, self.head_dim, self.block_size
         )
         columns = [-(-(start + rows) // self.block_size) for start, rows in self.parts]
-        ids = torch.randperm(sum(columns) + 3, device=self.device)
+        ids = torch.randperm(sum(columns) + 3, generator=self._random, device=self.device)
         self.pool = PagedPool(layout, len(ids), self.device)
         self.pool.storage.fill_(0x7F)  # NaN in half, E4M3 and E5M2
         if self.dtype == "int8":
@@ -74,7 +74,10 @@ class Case:
             device=self.device,
         )
         self.q = wide[:, : heads * self.head_dim].view(row + 1, heads, self.head_dim)
-        self.q[1:-1] = self.gain * torch.randn(row - 1, heads, self.head_dim, device=self.device)
+        if self.kind == "large_k":
+            self.gain *= 0.05
+        shape = (row - 1, heads, self.head_dim)
+        self.q[1:-1] = self.gain * torch.randn(shape, generator=self._random, device=self.device)
         self.view = KvView(
             self.pool.storage,
             layout.block_bytes,
@@ -91,13 +94,13 @@ class Case:
         token = torch.arange(tokens, device=self.device)
         block, offset = blocks[token // self.block_size], token % self.block_size
         for which, pages in enumerate((self.pool.k(LAYER), self.pool.v(LAYER))):
-            values = torch.randn(tokens, self.kv_heads, self.head_dim, device=self.device)
-            if self.dtype == "int8":
-                scale = (values.abs().amax(-1) / 127).half()
-                self.pool.scales(LAYER)[block, which, :, offset] = scale
-                values = (values / scale.float()[..., None]).round().clamp(-127, 127)
+            shape = (tokens, self.kv_heads, self.head_dim)
+            values = torch.randn(shape, generator=self._random, device=self.device)
+            codes, scales = store(values, pages.dtype, self.kind, which == 0, self._random)
+            if scales is not None:
+                self.pool.scales(LAYER)[block, which, :, offset] = scales
             word = torch.int16 if pages.dtype == torch.float16 else torch.uint8
-            pages.view(word)[block, :, offset] = values.to(pages.dtype).view(word)
+            pages.view(word)[block, :, offset] = codes.view(word)
 
     def run(
         self, tile_rows: int, spans: list[PrefillSpan] | None = None, *, hopper: bool = False
@@ -123,10 +126,20 @@ class Case:
             scale=self.head_dim**-0.5,
         )
 
+    def judge(self, out: Tensor, expected: Tensor) -> Accuracy:
+        """``out`` beside float64; raises Miss for a row that belongs to no span."""
+        if not bool((out[[0, -1]] == UNTOUCHED).all()):
+            raise Miss(f"{self}: wrote rows of no span")
+        e5m2 = self.view.format == attention.KV_E5M2
+        return accuracy.attention(str(self), out[1:-1], expected[1:-1], e5m2=e5m2)
+
     def errors(self, out: Tensor, expected: Tensor) -> tuple[float, float]:
-        """Least cosine of a row and head, largest difference; other rows must be untouched."""
-        assert (out[[0, -1]] == UNTOUCHED).all(), "wrote other rows"
-        got, want = out[1:-1].double(), expected[1:-1]
-        assert torch.isfinite(got).all(), "not finite"
-        cosine = torch.nn.functional.cosine_similarity(got, want, dim=-1)
-        return float(cosine.min()), float((got - want).abs().max())
+        """Least cosine of a row and head, largest difference; NaN where something is not finite."""
+        found = self.judge(out, expected)
+        return found.row_cosine, found.error
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype} {self.kind} d{self.head_dim} {self.kv_heads}x{self.group} block "
+            f"{self.block_size} spans {self.parts} gain {self.gain:g}"
+        )
