@@ -74,9 +74,10 @@ DEV void feed(const Feed& f, int thread, int name) {
   // This thread's chunks of tile j, at `to(row)`; tokens beyond the last become zeros.
   auto copy = [&](int j, int ids, auto to) {
     const bool whole = (j + 1) * TILE <= f.kv_end;
+    const u8* const first = from + ((j * TILE) & block_mask) * ROW;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-      const u8* const source = from + __shfl_sync(FULL_WARP, ids, group) * f.block_bytes +
+      const u8* const source = first + __shfl_sync(FULL_WARP, ids, group) * f.block_bytes +
                                ((16 * group) & block_mask) * ROW;
 #pragma unroll
       for (int i = 0; i < STEPS; i++) {
