@@ -170,8 +170,9 @@ class GpuRunner:
             sources=[row.source for row in foreseen],
         )
         count = len(foreseen)
-        # A row without a token (-1) has one of no meaning, but inside the vocabulary.
-        inputs.token_ids[:count] = ids.index_select(0, inputs.last_rows[:count]).clamp_(min=0)
+        tokens = inputs.token_ids[:count]
+        torch.index_select(ids, 0, inputs.last_rows[:count], out=tokens)
+        tokens.clamp_(min=0)  # a row without a token gets some, for the embedding's sake
         self._run(bucket)
         self._foreseen = foreseen
         self.counters.ahead_rows += count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from deepinfer.kernels.sampling import RowParams, SampleWorkspace
 from deepinfer.kvstore.core.requests import Token
 from deepinfer.workers import sampler
 from deepinfer.workers.sampler import LogitsError, SampleRow
+
+SATURATIONS_EVERY: Final = 16
+"""Steps between two looks at the count of saturations."""
 
 _Ids = npt.NDArray[np.int64]
 
@@ -59,10 +62,11 @@ class GpuSampler:
         self._arrived = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]
         self._chosen_for: Tensor | None = None
         self._gone: list[int] | None = None
+        self._sent = 0
 
     @property
     def kv_saturations(self) -> int:
-        """K and V elements clamped to the pool's dtype, as of the last step that chose tokens."""
+        """K and V elements clamped to the pool's dtype, as of a few steps ago."""
         return int(self._host_saturations)
 
     def choose_greedily(self, rows: int) -> None:
@@ -135,9 +139,11 @@ class GpuSampler:
         return tokens
 
     def _send(self, count: int) -> None:
-        """Start copying the first ids, and the count of saturations, to the host."""
+        """Start copying the first ids to the host, and now and then the count of saturations."""
         self._host_ids[:count].copy_(self._ids[:count], non_blocking=True)
-        self._host_saturations.copy_(self._saturations, non_blocking=True)
+        self._sent += 1
+        if self._sent % SATURATIONS_EVERY == 1:
+            self._host_saturations.copy_(self._saturations, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
