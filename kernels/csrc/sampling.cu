@@ -20,8 +20,8 @@ constexpr int THREADS = 256, EACH = 8, SLICE = THREADS * EACH;
 constexpr int DIGIT = 11, BINS = 1 << DIGIT, LEVELS = 4, KEY_BITS = DIGIT * LEVELS;
 constexpr int BINS_EACH = BINS / THREADS;
 constexpr int KEY_POINT = KEY_BITS - 5;  // keys are below 32 = 2^5
-constexpr int WEIGHT_POINT = 44;         // 2^18 tokens of weight 1 fit 63 bits
-constexpr double FAR = 31.5;             // exp(-FAR) is less than half of 2^-WEIGHT_POINT
+constexpr int WEIGHT_POINT = 44;       // 2^18 tokens of weight 1 fit 63 bits
+constexpr double FAR = 31.191623125197544;  // exp(-FAR) is half of 2^-WEIGHT_POINT
 
 enum Mode { SKIP = 0, GREEDY = 1, DRAW = 2 };
 enum Phase { TOP_K = 0, TOP_P = 1, CHOICE = 2 };
@@ -198,9 +198,13 @@ struct Scale {
   }
   // 0: it is not kept.
   u64 weight(double depth) const {
-    const double weight = exp(-depth);
-    return weight >= min_p ? u64(weight * double(1ull << WEIGHT_POINT) + 0.5) : 0;
+    const double share = exp(-depth);
+    if (share < min_p) return 0;
+    const u64 weight = u64(share * double(1ull << WEIGHT_POINT) + 0.5);
+    return weight > 0 ? weight : 1;
   }
+  // Whether the weight is not 0; mostly without computing it.
+  bool weighs(double depth) const { return !(min_p > 0) || !(exp(-depth) < min_p); }
 };
 
 DEV u64 key_of(double depth) { return u64(depth * double(1ull << KEY_POINT)); }
@@ -249,11 +253,15 @@ sample_narrow(i32 phase, i32 level, const float* logits, i64 stride, i32 vocab,
     const u64 key = key_of(depth);
     if (level > 0 && key >> (shift + DIGIT) != prefix) continue;
     if (!scale.within(key, first + j)) continue;
-    const u64 weight = scale.weight(depth);
-    if (weight == 0) continue;
     const int bin = int(key >> shift) & (BINS - 1);
+    if (phase == TOP_K) {
+      if (!scale.weighs(depth)) continue;
+    } else {
+      const u64 weight = scale.weight(depth);
+      if (weight == 0) continue;
+      atomicAdd(sums + bin, weight);
+    }
     atomicAdd(counts + bin, 1u);
-    atomicAdd(sums + bin, weight);
   }
   __syncthreads();
   u32* row_counts = all_counts + row * BINS;
@@ -261,7 +269,7 @@ sample_narrow(i32 phase, i32 level, const float* logits, i64 stride, i32 vocab,
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
     if (counts[bin] != 0) {
       atomicAdd(row_counts + bin, counts[bin]);
-      atomicAdd(row_sums + bin, sums[bin]);
+      if (phase == TOP_P) atomicAdd(row_sums + bin, sums[bin]);
     }
   if (!is_last(tickets + row)) return;
 
@@ -338,8 +346,7 @@ DEV u64 addends(u64 (&each)[EACH], i32 phase, const Row& r, const int2* seen, co
     if (!(depth < FAR)) continue;
     const u64 key = key_of(depth);
     if ((phase != CHOICE && key != prefix) || !scale.within(key, first + j)) continue;
-    const u64 weight = scale.weight(depth);
-    each[j] = phase == TOP_K ? u64(weight != 0) : weight;
+    each[j] = phase == TOP_K ? u64(scale.weighs(depth)) : scale.weight(depth);
     sum += each[j];
   }
   return sum;
