@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -43,6 +44,14 @@ _HOPPER_CHOSEN: Final = False
 _ALIGNMENT: Final = 16
 _TILES_MAX: Final = 65535
 
+PART_UNIT: Final = 128
+"""Parts of a context begin at multiples of it (``PART_UNIT`` in ``prefill_parts.cuh``)."""
+
+_PARTS_MAX: Final = 16
+_TOKENS_MAX: Final = PART_UNIT * 0x7FFF
+_PART_COST: Final = 3
+"""What a CTA costs besides its tokens, in units: its begin, its end, and the merge."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
@@ -60,11 +69,31 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillSplit:
+    """Cuts contexts into parts of about ``tokens`` tokens (a multiple of ``PART_UNIT``, at least
+    twice that), a CTA each, for launches of few tiles over long contexts. Deterministic, but a
+    result's bits then depend on where it is cut. ``kv_heads`` and ``head_dim`` are the pool's.
+    """
+
+    tokens: int
+    kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2 * PART_UNIT or self.tokens % PART_UNIT:
+            raise ValueError(
+                f"PrefillSplit.tokens must be a multiple of {PART_UNIT} from {2 * PART_UNIT}, got "
+                f"{self.tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillSpans:
     """What the CTAs of a launch do, on the device; made by ``plan_prefill``."""
 
     tiles: Tensor
-    """int32 ``[tiles, 2]``: span, first packed row; most work first."""
+    """int32 ``[tiles, 4]``: span, first packed row, first and end of the tokens in units (16 bits
+    each), part as in ``prefill_parts.cuh``; most work first."""
     spans: Tensor
     """int32 ``[spans, 4]``: ``PrefillSpan``'s fields in their order."""
     group: int
@@ -75,6 +104,11 @@ class PrefillSpans:
     """Rows of the block tables that the spans reach to."""
     tokens: int
     """Most tokens (cached and new) of a span."""
+    split: PrefillSplit | None = None
+    partials: Tensor | None = None
+    """float32, of the parts of all heads; with it ``tickets``, int32 zeros, which launches leave
+    as zeros: launches of one plan follow each other on a stream."""
+    tickets: Tensor | None = None
 
 
 def tile_rows_for(spans: Sequence[PrefillSpan], *, group: int, kv_heads: int, sm_count: int) -> int:
@@ -83,17 +117,58 @@ def tile_rows_for(spans: Sequence[PrefillSpan], *, group: int, kv_heads: int, sm
     return TILE_ROWS[-1] if tiles * kv_heads >= sm_count else TILE_ROWS[0]
 
 
+def split_for(
+    spans: Sequence[PrefillSpan],
+    *,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    tile_rows: int,
+    sm_count: int,
+) -> PrefillSplit | None:
+    """The parts that end first on ``sm_count`` multiprocessors, None for whole contexts.
+
+    Only launches of fewer CTAs than multiprocessors are cut.
+    """
+    units: list[int] = []
+    for span in spans:
+        packed = span.rows * group
+        if (len(units) + packed // tile_rows) * kv_heads >= sm_count:
+            return None
+        units += [
+            _units(span.start + (min(first + tile_rows, packed) - 1) // group + 1)
+            for first in range(0, packed, tile_rows)
+        ]
+    longest = max(units)
+    best, least = None, longest + _PART_COST
+    for parts in range(2, _PARTS_MAX + 1):
+        size = -(-longest // parts)
+        if size < 2 * _PART_COST:
+            break
+        ctas = kv_heads * sum(min(_PARTS_MAX, -(-each // size)) for each in units)
+        cost = -(-ctas // sm_count) * (size + _PART_COST)
+        if cost < least:
+            best, least = PrefillSplit(size * PART_UNIT, kv_heads, head_dim), cost
+    return best
+
+
+def _units(tokens: int) -> int:
+    return -(-tokens // PART_UNIT)
+
+
 def plan_prefill(
     spans: Sequence[PrefillSpan],
     *,
     group: int,
     tile_rows: int,
+    split: PrefillSplit | None = None,
     device: torch.device | str = "cpu",
 ) -> PrefillSpans:
-    """Cut spans into tiles of ``tile_rows`` packed rows, those that attend most tokens first.
+    """Cut spans into tiles of ``tile_rows`` packed rows, those with most tokens first.
 
-    ``group`` is the number of query heads to a KV head. Results do not depend on ``tile_rows``
-    or on which spans share a launch, bit for bit. Raises ValueError naming the field.
+    ``group`` is the number of query heads to a KV head. Without ``split`` results depend neither
+    on ``tile_rows`` nor on which spans share a launch, bit for bit. Raises ValueError naming the
+    field.
     """
     if tile_rows not in TILE_ROWS:
         raise ValueError(f"tile_rows {tile_rows} is not one of {TILE_ROWS}")
@@ -101,7 +176,8 @@ def plan_prefill(
         raise ValueError(f"group must be in 1..{GROUP_MAX}, got {group}")
     if not spans:
         raise ValueError("spans is empty")
-    tiles: list[tuple[int, int, int]] = []
+    tiles: list[tuple[int, int, int, int, int]] = []
+    partials = 0
     for at, span in enumerate(spans):
         for name, value, least in (
             ("row", span.row, 0),
@@ -111,28 +187,51 @@ def plan_prefill(
         ):
             if value < least:
                 raise ValueError(f"spans[{at}].{name} must be at least {least}, got {value}")
+        if span.start + span.rows > _TOKENS_MAX:
+            raise ValueError(
+                f"spans[{at}] reaches to token {span.start + span.rows}, at most {_TOKENS_MAX}"
+            )
         packed = span.rows * group
         for first in range(0, packed, tile_rows):
             attended = span.start + (min(first + tile_rows, packed) - 1) // group + 1
-            tiles.append((-attended, at, first))
+            units = _units(attended)
+            parts = 1
+            if split is not None:
+                parts = min(_PARTS_MAX, -(-units * PART_UNIT // split.tokens))
+            if parts == 1:
+                tiles.append((-attended, at, first, units << 16, -1))
+                continue
+            for part in range(parts):
+                begin, end = part * units // parts, (part + 1) * units // parts
+                work = min(attended, end * PART_UNIT) - begin * PART_UNIT
+                which = partials << 8 | part << 4 | parts - 1
+                tiles.append((-work, at, first, begin | end << 16, which))
+            partials += parts
     if len(tiles) > _TILES_MAX:
         raise ValueError(f"spans make {len(tiles)} tiles, at most {_TILES_MAX} fit a launch")
     tiles.sort()
     fields = [each for span in spans for each in (span.row, span.rows, span.start, span.table)]
-    host = torch.tensor(
-        fields + [each for _, at, first in tiles for each in (at, first)], dtype=torch.int32
-    )
+    host = torch.tensor(fields + [each for tile in tiles for each in tile[1:]], dtype=torch.int32)
     if torch.device(device).type == "cuda":
         host = host.pin_memory()  # else the copy waits for everything on the stream
     both = host.to(device, non_blocking=True)
-    return PrefillSpans(
-        both[len(fields) :].view(-1, 2),
+    plan = PrefillSpans(
+        both[len(fields) :].view(-1, 4),
         both[: len(fields)].view(-1, 4),
         group,
         tile_rows,
         max(span.row + span.rows for span in spans),
         max(span.table for span in spans) + 1,
         max(span.start + span.rows for span in spans),
+    )
+    if split is None or not partials:
+        return plan
+    heads = partials * split.kv_heads
+    return dataclasses.replace(
+        plan,
+        split=split,
+        partials=torch.empty(heads, tile_rows, split.head_dim + 8, device=device),
+        tickets=torch.zeros(heads, dtype=torch.int32, device=device),
     )
 
 
@@ -182,6 +281,8 @@ def paged_prefill(
         block_tables,
         np.int32(block_tables.stride(0)),
         np.float32(scale * math.log2(math.e)),
+        spans.partials,
+        spans.tickets,
     )
     grid = (kv.kv_heads, spans.tiles.shape[0], 1)
     launch(spec, grid, args, shared_bytes=spec.shared_bytes)
@@ -218,11 +319,11 @@ def hopper_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
     """As ``prefill_spec``, on Hopper; it compiles for ``sm_90a`` alone."""
     k_codes, v_codes = kv_format not in (KV_FP16, KV_K16V8), kv_format != KV_FP16
     # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, staged codes twice,
-    # scales, barriers.
+    # scales, barriers, a ticket.
     shared = (tile_rows + 4 * _HOPPER_TILE) * head_dim * 2
     shared += 2 * _HOPPER_TILE * head_dim * (k_codes + v_codes)
     shared += 16 * _HOPPER_TILE if kv_format == KV_INT8 else 0
-    shared += 64
+    shared += 64 + 16
     return KernelSpec(
         "prefill_hopper.cu",
         f"paged_prefill_hopper<{kv_format}, {head_dim}, {tile_rows // 64}>",
@@ -284,6 +385,14 @@ def _check(out: Tensor, q: Tensor, kv: KvView, spans: PrefillSpans, block_tables
         raise ValueError(
             f"block_tables must be int32 [rows, columns] with contiguous rows, got "
             f"{_describe(block_tables)}"
+        )
+    if spans.split is not None and (spans.split.kv_heads, spans.split.head_dim) != (
+        kv.kv_heads,
+        kv.head_dim,
+    ):
+        raise ValueError(
+            f"spans.split is for {spans.split.kv_heads} KV heads of {spans.split.head_dim}, kv has "
+            f"{kv.kv_heads} of {kv.head_dim}"
         )
     columns = -(-spans.tokens // kv.block_size)
     if block_tables.shape[0] < spans.tables or block_tables.shape[1] < columns:

@@ -16,7 +16,7 @@ from deepinfer.deploy.validate.accuracy import Accuracy, Miss
 from deepinfer.deploy.validate.decode_cases import FORMATS, Kind, store
 from deepinfer.kernels import attention, reference_prefill
 from deepinfer.kernels.attention import KvView
-from deepinfer.kernels.prefill import PrefillSpan, paged_prefill, plan_prefill
+from deepinfer.kernels.prefill import PrefillSpan, PrefillSplit, paged_prefill, plan_prefill
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.workers.pool import PagedPool
 
@@ -103,12 +103,22 @@ class Case:
             pages.view(word)[block, :, offset] = codes.view(word)
 
     def run(
-        self, tile_rows: int, spans: list[PrefillSpan] | None = None, *, hopper: bool = False
+        self,
+        tile_rows: int,
+        spans: list[PrefillSpan] | None = None,
+        *,
+        hopper: bool = False,
+        part_tokens: int | None = None,
     ) -> Tensor:
-        """What the kernel makes of it."""
+        """What the kernel makes of it, contexts cut into parts of ``part_tokens`` if given."""
         out = torch.full(self.q.shape, UNTOUCHED, dtype=torch.float16, device=self.device)
+        split = part_tokens and PrefillSplit(part_tokens, self.kv_heads, self.head_dim)
         plan = plan_prefill(
-            spans or self.spans, group=self.group, tile_rows=tile_rows, device=self.device
+            spans or self.spans,
+            group=self.group,
+            tile_rows=tile_rows,
+            split=split or None,
+            device=self.device,
         )
         scale = self.head_dim**-0.5
         paged_prefill(out, self.q, self.view, plan, self.tables, scale=scale, hopper=hopper)

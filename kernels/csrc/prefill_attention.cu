@@ -13,8 +13,10 @@
 // The running maximum is raised only when a score exceeds it by more than 2^8 in the result: sums
 // and products are relative to any reference, and 2^8 is far from what a half P or a float sum
 // can hold. So most tiles need no rescaling and no exchange between lanes. Tiles of tokens begin at
-// multiples of 64 whatever the span, so a row's bits do not depend on how a prompt is cut.
+// multiples of 64 whatever the span, so a row's bits do not depend on how a prompt is cut (unless
+// the tokens of a tile of rows are cut into parts: see prefill_parts.cuh).
 #include "kv_convert.cuh"
+#include "prefill_parts.cuh"
 #include "primitives.cuh"
 
 constexpr int TILE = 64;    // tokens of a K or V tile
@@ -107,16 +109,16 @@ struct Prefill {
   static constexpr int BYTES = WARP_JOBS + 16 * WARPS;
 };
 
-// out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles
-// {span, first packed row}; spans {first row of q and out, rows, start, row of tables}.
+// out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles: see
+// prefill_parts.cuh; spans {first row of q and out, rows, start, row of tables}.
 // Grid (kv_heads, tiles), 32 * WARPS threads, Prefill<>::BYTES of dynamic shared memory.
 template <int KV, int D, int MT, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
     paged_prefill(__half* __restrict__ out, const __half* __restrict__ q, i64 q_stride,
                   const u8* __restrict__ pool, i64 block_bytes, i64 k_offset, i64 v_offset,
-                  i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int2* __restrict__ tiles,
+                  i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int4* __restrict__ tiles,
                   const int4* __restrict__ spans, const i32* __restrict__ tables,
-                  i32 table_stride, float scale_log2) {
+                  i32 table_stride, float scale_log2, float4* partials, i32* tickets) {
   using P = Prefill<KV, D, MT, WARPS>;
   constexpr int CHUNKS = D / 8, KSTEPS = D / 16, WARP_ROWS = 16 * MT, THREADS = 32 * WARPS;
   extern __shared__ __align__(128) u8 smem[];
@@ -124,11 +126,12 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
 
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int kv_head = blockIdx.x;
-  const int2 tile = tiles[blockIdx.y];
-  const int4 span = spans[tile.x];
-  const int row0 = tile.y, rows = span.y * group, start = span.z;
+  const PrefillJob part = prefill_job(tiles[blockIdx.y]);
+  const int4 span = spans[part.span];
+  const int row0 = part.row, rows = span.y * group, start = span.z;
   const int last = min(row0 + P::ROWS, rows) - 1;
-  const int kv_end = start + last / group + 1;  // tokens that any row of the tile attends
+  const int kv_end = min(part.end, start + last / group + 1);  // tokens that any row attends
+  const int j0 = part.begin / TILE;
   const int block_size = 1 << block_shift;
 
 
@@ -202,9 +205,9 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
   }
   __syncthreads();
   if (tid < GROUPS)
-    ids[tid] = *block_of(*reinterpret_cast<const int4*>(smem + P::JOB), 0, tid);
+    ids[tid] = *block_of(*reinterpret_cast<const int4*>(smem + P::JOB), j0, tid);
   __syncthreads();
-  load(0);
+  load(j0);
   cp_async_commit();
 
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
@@ -217,7 +220,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
   }
   constexpr int K_CODE = P::Traits::K_CODE, V_CODE = P::Traits::V_CODE;
 
-  for (int j = 0; j * TILE < reinterpret_cast<const int4*>(smem + P::JOB)->z; j++) {
+  for (int j = j0; j * TILE < reinterpret_cast<const int4*>(smem + P::JOB)->z; j++) {
     cp_async_wait<0>();
     __syncthreads();  // tile j has landed, and nobody reads the buffers of tile j - 1 any more
     const int4 job = *reinterpret_cast<const int4*>(smem + P::JOB);
@@ -372,6 +375,13 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
     }
   }
 
+  const int parts = tiles[blockIdx.y].w;
+  if (parts >= 0) {
+    auto sync = [] { __syncthreads(); };
+    if (!merge_parts<MT, D / 8, THREADS>(o, top, sum, partials, tickets, parts, kv_head, kv_heads,
+                                         tid, scale_log2 * code_gain<K_CODE>(), ids, sync))
+      return;
+  }
   if (warp_job->y < 0) return;
   // Derived again rather than kept in registers all along.
   const int zero = reinterpret_cast<const int4*>(smem + P::JOB)->w, heads = kv_heads * group;
@@ -393,7 +403,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
     }
   }
   __syncwarp();
-  const int2 tile_again = tiles[blockIdx.y + zero];
+  const int4 tile_again = tiles[blockIdx.y + zero];
   const int4 span_again = spans[tile_again.x];
   const int divisor = group + zero, end = span_again.y * divisor;
 #pragma unroll 4

@@ -8,6 +8,7 @@
 // starting products, so that one exponentiates while the tensor cores work for the other.
 #include "kv_convert.cuh"
 #include "pipeline.cuh"
+#include "prefill_parts.cuh"
 #include "wgmma.cuh"
 
 constexpr int TILE = 128;   // tokens of a K or V tile
@@ -16,8 +17,8 @@ constexpr int ATOM = 128;   // bytes of a row of an operand tile: 64 halves
 constexpr int FEEDERS = 64; // threads that copy K; as many copy V
 constexpr float SLACK = 8;  // log2 of what a score may exceed the reference by
 
-// Named barriers: a warpgroup's turn, its own, those of the feeders.
-constexpr int TURN = 1, OWN = 3, FEED = 5;
+// Named barriers: a warpgroup's turn, its own, that of V's feeders, that of all warpgroups.
+constexpr int TURN = 1, OWN = 3, FEED = 5, ALL = 6;
 
 template <int KV, int D, int WGS>
 struct Hopper {
@@ -36,7 +37,9 @@ struct Hopper {
   static constexpr int V_STAGE = K_STAGE + (K_CODES ? 2 * TILE * D : 0);  // as K_STAGE
   static constexpr int SCALES = V_STAGE + (V_CODES ? 2 * TILE * D : 0);   // half [2 (K, V), 4, TILE]
   static constexpr int BARRIERS = SCALES + (Traits::SCALED ? 16 * TILE : 0);
-  static constexpr int BYTES = BARRIERS + 64;  // full K [2], full V [2], empty K [2], empty V [2]
+  // Full K [2], full V [2], empty K [2], empty V [2].
+  static constexpr int TICKET = BARRIERS + 64;
+  static constexpr int BYTES = TICKET + 16;
 };
 
 // Chunk `chunk` of row `row` of an operand of `rows` rows.
@@ -53,7 +56,7 @@ struct Feed {
   __half* scales;
   u64 *full, *empty;
   i64 block_bytes;
-  i32 last_block, block_shift, kv_head, kv_end, n_tiles;
+  i32 last_block, block_shift, kv_head, begin, kv_end, n_tiles;  // tokens begin at `begin`
 };
 
 // One of FEEDERS threads copies its share of all tiles. `name`: a barrier of theirs.
@@ -69,12 +72,13 @@ DEV void feed(const Feed& f, int thread, int name) {
 
   // Lane i holds the block of group i % 8 of a tile.
   auto block = [&](int j) {
-    return f.table[min((j * TILE + 16 * (lane & 7)) >> f.block_shift, f.last_block)];
+    return f.table[min((f.begin + j * TILE + 16 * (lane & 7)) >> f.block_shift, f.last_block)];
   };
   // This thread's chunks of tile j, at `to(row)`; tokens beyond the last become zeros.
   auto copy = [&](int j, int ids, auto to) {
-    const bool whole = (j + 1) * TILE <= f.kv_end;
-    const u8* const first = from + ((j * TILE) & block_mask) * ROW;
+    const int token = f.begin + j * TILE;
+    const bool whole = token + TILE <= f.kv_end;
+    const u8* const first = from + (token & block_mask) * ROW;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       const u8* const source = first + __shfl_sync(FULL_WARP, ids, group) * f.block_bytes +
@@ -86,7 +90,7 @@ DEV void feed(const Feed& f, int thread, int name) {
           cp_async16(to(local), source + i * STEP * ROW);
         } else {
           cp_async16_zfill(to(local), source + i * STEP * ROW,
-                           j * TILE + local + static_cast<int>(row) < f.kv_end ? 16 : 0);
+                           token + local + static_cast<int>(row) < f.kv_end ? 16 : 0);
         }
       }
     }
@@ -124,7 +128,7 @@ DEV void feed(const Feed& f, int thread, int name) {
     };
     // Two scales of this thread, of the tile whose blocks are `ids`.
     auto scale_pair = [&](int j, int ids) {
-      const int token = j * TILE + 2 * thread, id = __shfl_sync(FULL_WARP, ids, thread >> 3);
+      const int token = f.begin + j * TILE + 2 * thread, id = __shfl_sync(FULL_WARP, ids, thread >> 3);
       const u32 both = *reinterpret_cast<const u32*>(f.scales_from + id * f.block_bytes +
                                                      2 * (token & block_mask));
       return token + 1 < f.kv_end ? both : token < f.kv_end ? both & 0xFFFFu : 0u;
@@ -177,16 +181,16 @@ DEV void feed(const Feed& f, int thread, int name) {
   }
 }
 
-// out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles
-// {span, first packed row}; spans {first row of q and out, rows, start, row of tables}.
+// out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles: see
+// prefill_parts.cuh; spans {first row of q and out, rows, start, row of tables}.
 // Grid (kv_heads, tiles), 128 * (WGS + 1) threads, Hopper<>::BYTES of dynamic shared memory.
 template <int KV, int D, int WGS>
 __global__ void __launch_bounds__(128 * (WGS + 1), 1)
     paged_prefill_hopper(__half* __restrict__ out, const __half* __restrict__ q, i64 q_stride,
                          const u8* __restrict__ pool, i64 block_bytes, i64 k_offset, i64 v_offset,
-                         i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int2* __restrict__ tiles,
+                         i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int4* __restrict__ tiles,
                          const int4* __restrict__ spans, const i32* __restrict__ tables,
-                         i32 table_stride, float scale_log2) {
+                         i32 table_stride, float scale_log2, float4* partials, i32* tickets) {
   using H = Hopper<KV, D, WGS>;
   constexpr int K_CODE = H::Traits::K_CODE, V_CODE = H::Traits::V_CODE;
   constexpr bool SCALED = H::Traits::SCALED;
@@ -197,12 +201,12 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
 
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int warpgroup = warp >> 2, kv_head = blockIdx.x;
-  const int2 tile = tiles[blockIdx.y];
-  const int4 span = spans[tile.x];
-  const int row0 = tile.y, start = span.z;
+  const PrefillJob job = prefill_job(tiles[blockIdx.y]);
+  const int4 span = spans[job.span];
+  const int row0 = job.row, start = span.z;
   const int last = min(row0 + ROWS, span.y * group) - 1;
-  const int kv_end = start + last / group + 1;  // tokens that any row of the tile attends
-  const int n_tiles = (kv_end + TILE - 1) / TILE;
+  const int kv_end = min(job.end, start + last / group + 1);  // tokens that any row attends
+  const int n_tiles = (kv_end - job.begin + TILE - 1) / TILE;
   __half* const scales = reinterpret_cast<__half*>(smem + H::SCALES);
 
   if (tid < 4) {
@@ -216,7 +220,7 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
     const u8* const scales_from = pool + scale_offset + 2 * (kv_head << block_shift);
     Feed f{pool + k_offset, scales_from, tables + static_cast<i64>(span.w) * table_stride,
            smem + H::K, smem + H::K_STAGE, scales, full_k, empty_k, block_bytes,
-           (kv_end - 1) >> block_shift, block_shift, kv_head, kv_end, n_tiles};
+           (kv_end - 1) >> block_shift, block_shift, kv_head, job.begin, kv_end, n_tiles};
     if ((warp & 3) < 2) {
       feed<K_CODE, D, SCALED, false>(f, thread, FEED);
     } else {
@@ -231,9 +235,10 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
     const int g = lane >> 2, t = lane & 3;
     const int warp_row = row0 + warp * 16;
     const bool busy = warp_row <= last;
-    const int first_position = start + warp_row / group;
-    const int limit[2] = {start + (warp_row + g) / group - 2 * t,
-                          start + (warp_row + g + 8) / group - 2 * t};
+    // Positions relative to the first token.
+    const int origin = start - job.begin, first_position = origin + warp_row / group;
+    const int limit[2] = {origin + (warp_row + g) / group - 2 * t,
+                          origin + (warp_row + g + 8) / group - 2 * t};
     const float scale = scale_log2 * code_gain<K_CODE>();
     u8* const my_q = smem + H::Q + warpgroup * H::COLUMNS * H::Q_TILE;
 
@@ -249,7 +254,8 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
     }
     cp_async_commit();
 
-    float o[D / 2], s[TILE / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.f, 0.f};
+    float o[D / 2], s[TILE / 2], tops[1][2] = {{-infinity(), -infinity()}}, sums[1][2] = {};
+    float(&top)[2] = tops[0], (&sum)[2] = sums[0];
     u32 p[TILE / 16][4];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] = 0.f;
@@ -399,6 +405,13 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
     wgmma_wait<0>(o);
     if (warpgroup == 0) take_turn();  // what the other one passed last
 
+    if (job.part >= 0) {
+      auto sync = [] { named_sync(ALL, 128 * WGS); };
+      if (!merge_parts<1, D / 8, 128 * WGS>(reinterpret_cast<float(&)[1][D / 8][4]>(o), tops, sums,
+                                            partials, tickets, job.part, kv_head, kv_heads, tid,
+                                            scale, reinterpret_cast<int*>(smem + H::TICKET), sync))
+        return;
+    }
     // A warp's rows of Q are its own, but products of the whole warpgroup read them.
     named_sync(OWN + warpgroup, 128);
     const int line0 = (warp & 3) * 16;

@@ -17,10 +17,12 @@ from deepinfer.kernels import prefill
 from deepinfer.kernels.compiler import precompile
 from deepinfer.kernels.prefill import (
     PrefillSpan,
+    PrefillSplit,
     hopper_spec,
     paged_prefill,
     plan_prefill,
     prefill_spec,
+    split_for,
     tile_rows_for,
 )
 from kernels.simt.build import COMPILER, emulator
@@ -53,9 +55,12 @@ def emulated() -> Iterator[None]:
         yield
 
 
-def check(case: Case, tile_rows: int, *, hopper: bool = False) -> None:
+def check(
+    case: Case, tile_rows: int, *, hopper: bool = False, part_tokens: int | None = None
+) -> None:
     expected = case.expected()
-    cosine, error = case.errors(case.run(tile_rows, hopper=hopper), expected)
+    out = case.run(tile_rows, hopper=hopper, part_tokens=part_tokens)
+    cosine, error = case.errors(out, expected)
     assert cosine >= 0.999999
     assert error <= max(0.001, float(expected[1:-1].abs().max()) * 2.0**-10)
 
@@ -132,11 +137,54 @@ def test_hopper_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
     assert torch.equal(case.run(64, chunks, hopper=True), case.run(128, hopper=True))
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tile_rows", "group", "hopper"),
+    [
+        ("fp16", 128, 128, 8, True),
+        ("int8", 128, 128, 7, True),
+        ("fp16", 64, 64, 1, True),
+        ("int8", 128, 128, 7, False),
+        ("fp16", 96, 128, 1, False),
+    ],
+)
+def test_parts_of_a_context(
+    dtype: str, head_dim: int, tile_rows: int, group: int, hopper: bool
+) -> None:
+    # Of 8 tokens in 3 parts, of some in one, and of a tile whose rows end in different units.
+    parts = ((640, 8), (0, 20), (250, 140 // group))
+    case = Case(dtype, head_dim, 2, group, 16, parts, gain=4.0)
+    check(case, tile_rows, hopper=hopper, part_tokens=256)
+
+
+def test_plan_cuts_contexts_into_parts() -> None:
+    split = PrefillSplit(256, kv_heads=2, head_dim=64)
+    plan = plan_prefill([PrefillSpan(0, 1, 640, 0)], group=8, tile_rows=64, split=split)
+    assert plan.tiles.tolist() == [
+        [0, 0, 0 | 2 << 16, 0 << 8 | 0 << 4 | 2],
+        [0, 0, 2 | 4 << 16, 0 << 8 | 1 << 4 | 2],
+        [0, 0, 4 | 6 << 16, 0 << 8 | 2 << 4 | 2],
+    ]
+    assert plan.partials is not None and plan.partials.shape == (6, 64, 72)
+    assert plan.tickets is not None and plan.tickets.tolist() == [0] * 6
+
+
+def test_only_launches_of_few_tiles_are_cut() -> None:
+    wanted: dict[str, int] = {"group": 8, "kv_heads": 2, "head_dim": 128, "tile_rows": 128, "sm_count": 132}
+    assert split_for([PrefillSpan(0, 8192, 0, 0)], **wanted) is None
+    assert split_for([PrefillSpan(0, 512, 0, 0)], **wanted) is None
+    # 64 CTAs of 68 units: two halves each.
+    assert split_for([PrefillSpan(0, 512, 8192, 0)], **wanted) == PrefillSplit(34 * 128, 2, 128)
+    few = split_for([PrefillSpan(0, 16, 16384, 0)], **wanted)
+    assert few is not None and few.tokens < 2048
+
+
 def test_plan_puts_the_longest_tiles_first_and_covers_every_row() -> None:
     spans = [PrefillSpan(0, 40, 0, 0), PrefillSpan(40, 9, 500, 1)]
     plan = plan_prefill(spans, group=7, tile_rows=64)
     tiles = [tuple(tile) for tile in plan.tiles.tolist()]
-    assert tiles == [(1, 0), *((0, first) for first in (256, 192, 128, 64, 0))]
+    rest = [(0, first, 1 << 16, -1) for first in (256, 192, 128, 64, 0)]
+    assert tiles == [(1, 0, 4 << 16, -1), *rest]
     assert (plan.rows, plan.tables, plan.tokens) == (49, 2, 509)
     assert plan.spans.tolist() == [[0, 40, 0, 0], [40, 9, 500, 1]]
 
