@@ -26,8 +26,11 @@ from deepinfer.kernels.linear_plans import (
     DIRECT_ROWS_MAX,
     EXPAND,
     TILE_ROWS,
+    AnyPlan,
     Plan,
+    StreamPlan,
     TiledPlan,
+    check_held,
     f16_spec,
     partials,
     plan_for,
@@ -47,6 +50,7 @@ __all__ = [
     "ROWS_MAX",
     "F16Weight",
     "Plan",
+    "StreamPlan",
     "TiledPlan",
     "W4Weight",
     "Weight",
@@ -103,7 +107,7 @@ def linear_norm(
     sumsq: Tensor | None = None,
     eps: float = 0.0,
     workspace: Workspace | None = None,
-    plan: Plan | TiledPlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> None:
     """``out`` half ``[M, N]`` = ``(x @ weight.T) * rstd + bias``, saturating.
 
@@ -123,7 +127,7 @@ def linear_logits(
     sumsq: Tensor | None = None,
     eps: float = 0.0,
     workspace: Workspace | None = None,
-    plan: Plan | TiledPlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> None:
     """As ``linear_norm`` with ``out`` float32 ``[M, N]``."""
     m = _rows(x, weight)
@@ -139,7 +143,7 @@ def linear_swiglu(
     sumsq: Tensor | None = None,
     eps: float = 0.0,
     workspace: Workspace | None = None,
-    plan: Plan | TiledPlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> None:
     """``out`` half ``[M, N / 2]`` = ``silu(gate) * up``, saturating.
 
@@ -165,7 +169,7 @@ def linear_residual(
     gamma: Tensor,
     *,
     workspace: Workspace | None = None,
-    plan: Plan | TiledPlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> None:
     """``residual += x @ weight.T + bias``, and the start of the norm that follows.
 
@@ -237,7 +241,7 @@ def _run(
     gamma: Tensor | None = None,
     sumsq_out: Tensor | None = None,
     workspace: Workspace | None,
-    plan: Plan | TiledPlan | None,
+    plan: AnyPlan | None,
 ) -> None:
     m, n = x.shape[0], weight.rows
     if sumsq is not None:
@@ -251,9 +255,11 @@ def _run(
         spec = w4_spec(min(weight.group // 32, 4), plan)
         shift = np.int32(weight.group.bit_length() - 1)
         planes = [weight.codes, weight.scales, weight.zeros, shift]
+    if isinstance(plan, StreamPlan):
+        check_held(plan, weight)
     rows = plan.rows if isinstance(plan, TiledPlan) else TILE_ROWS * plan.row_tiles
     blocks = (-(-m // (8 * plan.column_tiles)), -(-n // rows))
-    if isinstance(plan, Plan) and plan.resident:
+    if not isinstance(plan, TiledPlan) and plan.resident:
         most = max(1, plan.resident * _sm_count(x.device) // blocks[0])
         blocks = (blocks[0], min(blocks[1], most))
     splits = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear_weights import F16Weight, Weight
@@ -14,6 +14,9 @@ TILE_ROWS: Final = 16
 
 DIRECT_ROWS_MAX: Final = 16
 """Up to here warps read ``x`` straight from memory; above it passes through shared memory."""
+
+_STAGE_BYTES: Final = {"f16": 2048, "w4": 1152}
+"""As in ``csrc/gemm_f16.cu`` and ``csrc/gemm_w4.cu``."""
 
 _X_STAGES: Final = 3
 """As in ``csrc/gemm_tiled.cuh``."""
@@ -50,6 +53,23 @@ class TiledPlan:
         return TILE_ROWS * self.row_tiles * self.warps
 
 
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """A launch that streams W through a ring of ``stages`` steps a warp: K over
+    ``warps`` warps, 8 ``column_tiles`` rows of X a CTA, of which ``held`` steps a warp stay in
+    registers (0: none). ``resident`` CTAs an SM take tile after tile of 16 rows (0: a CTA each)."""
+
+    column_tiles: int
+    warps: int
+    stages: int
+    held: int
+    resident: int = 0
+
+    row_tiles: ClassVar[int] = 1
+
+
+AnyPlan = Plan | StreamPlan | TiledPlan
+
 EXPAND: Final = KernelSpec("expand_w4.cu", "expand_w4", 256)
 
 # By (tiles of rows for the card's SMs, column tiles): warps, the order of the sums, is the same for
@@ -79,7 +99,7 @@ def partials(rows: int) -> int:
     return -(-rows // TILE_ROWS)
 
 
-def plan_for(weight: Weight, m: int, sm_count: int, *, split: bool = True) -> Plan | TiledPlan:
+def plan_for(weight: Weight, m: int, sm_count: int, *, split: bool = True) -> AnyPlan:
     """The measured best cut for ``m`` rows; up to 16, ``warps`` (the order of the sums) ignores it.
 
     Without ``split`` K stays in one CTA, which needs no ``Workspace``.
@@ -97,20 +117,33 @@ def plan_for(weight: Weight, m: int, sm_count: int, *, split: bool = True) -> Pl
     return replace(plan, splits=splits)
 
 
+def check_held(plan: StreamPlan, weight: Weight) -> None:
+    """Raises ValueError if the plan keeps fewer steps of ``x`` than a warp of it needs."""
+    steps = -(-weight.columns // (64 if isinstance(weight, F16Weight) else 128))
+    if plan.held and plan.held * plan.warps < steps:
+        raise ValueError(
+            f"plan holds {plan.held} steps in each of {plan.warps} warps; the weight has {steps}"
+        )
+
+
 def specs() -> Iterator[KernelSpec]:
     """Every kernel that this module may launch."""
-    f16: list[Plan | TiledPlan] = [*dict.fromkeys(_F16_PLANS.values()), *_F16_TILED.values()]
+    f16: list[AnyPlan] = [*dict.fromkeys(_F16_PLANS.values()), *_F16_TILED.values()]
     yield from map(f16_spec, f16)
-    w4: list[Plan | TiledPlan] = [*dict.fromkeys(_W4_PLANS.values()), *_W4_TILED.values()]
+    w4: list[AnyPlan] = [*dict.fromkeys(_W4_PLANS.values()), *_W4_TILED.values()]
     for plan in w4:
         for group_chunks in (1, 2, 4):
             yield w4_spec(group_chunks, plan)
     yield EXPAND
 
 
-def _spec(kind: str, leading: str, step: int, plan: Plan | TiledPlan) -> KernelSpec:
-    cut = f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.warps}, {plan.depth}"
+def _spec(kind: str, leading: str, step: int, plan: AnyPlan) -> KernelSpec:
     threads = 32 * plan.warps
+    if isinstance(plan, StreamPlan):
+        cut = f"{leading}{plan.column_tiles}, {plan.warps}, {plan.stages}, {plan.held}"
+        ring = plan.warps * plan.stages * _STAGE_BYTES[kind]
+        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_stream<{cut}>", threads, ring)
+    cut = f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.warps}, {plan.depth}"
     if isinstance(plan, Plan):
         return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}<{cut}, {plan.ahead}>", threads)
     columns = 8 * plan.column_tiles
@@ -120,11 +153,11 @@ def _spec(kind: str, leading: str, step: int, plan: Plan | TiledPlan) -> KernelS
     return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_tiled<{cut}>", threads, shared)
 
 
-def f16_spec(plan: Plan | TiledPlan) -> KernelSpec:
+def f16_spec(plan: AnyPlan) -> KernelSpec:
     """The kernel for FP16 weights."""
     return _spec("f16", "", 64, plan)
 
 
-def w4_spec(group_chunks: int, plan: Plan | TiledPlan) -> KernelSpec:
+def w4_spec(group_chunks: int, plan: AnyPlan) -> KernelSpec:
     """The kernel for 4-bit weights, ``group_chunks`` times 32 columns of which share a scale."""
     return _spec("w4", f"{group_chunks}, ", 128, plan)

@@ -72,9 +72,11 @@ class W4Weight:
         _check_width("W4Weight.scales times group", self.columns)
         words = (self.columns + 127) // 128 * 16
         check_tensor("W4Weight.codes", self.codes, torch.int32, (self.rows, words), self.device)
+        object.__setattr__(self, "scales", _readable(self.scales))
         if self.zeros is not None:
             shape = (self.scales.shape[0], self.scales.shape[1])
             check_tensor("W4Weight.zeros", self.zeros, torch.uint8, shape, self.device)
+            object.__setattr__(self, "zeros", _readable(self.zeros))
         object.__setattr__(self, "bias", _bias("W4Weight.bias", self.bias, self.scales))
 
     @property
@@ -164,6 +166,15 @@ def _bias(name: str, bias: Tensor | None, weight: Tensor) -> Tensor | None:
         raise ValueError(f"{name} is {bias.dtype}, it must be torch.float16 or torch.float32")
     check_tensor(name, bias, bias.dtype, (weight.shape[0],), weight.device)
     return bias.float()
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy, of which kernels may read the aligned four bytes around any value."""
+    size = tensor.numel()
+    if tensor.data_ptr() % 4 == 0 and size * tensor.element_size() % 4 == 0:
+        return tensor
+    padded = tensor.new_zeros(size + 3)[:size].view(tensor.shape)
+    return padded.copy_(tensor)
 
 
 def _zeros(zeros: Tensor, scales: Tensor) -> Tensor:

@@ -27,6 +27,12 @@ DEV u32 h2u(__half2 h) { return *reinterpret_cast<u32*>(&h); }
 DEV __half2 u2h(u32 u) { return *reinterpret_cast<__half2*>(&u); }
 DEV u16 half_bits(__half h) { return *reinterpret_cast<u16*>(&h); }
 DEV __half bits_half(u16 u) { return *reinterpret_cast<__half*>(&u); }
+DEV uint4 zero16() {
+  uint4 zero;
+  zero.x = zero.y = zero.z = zero.w = 0;
+  return zero;
+}
+
 DEV u32 pack_half2(float low, float high) { return h2u(__floats2half2_rn(low, high)); }
 
 // NVRTC knows neither INFINITY nor <cfloat>.
@@ -274,6 +280,23 @@ DEV void cp_async_wait() {
   simt::cp_async_wait(N);
 #else
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+// Launched so that it may overlap the kernel before it in the stream (Hopper and later), a kernel
+// waits here until that one is done and its writes are seen; otherwise this does nothing. Before it
+// a kernel reads only what no other writes, and writes nothing.
+DEV void wait_for_inputs() {
+#if !defined(SIMT_EMULATION) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Once all CTAs have come here, the next kernel may start where there is room, up to its
+// `wait_for_inputs`.
+DEV void launch_dependents() {
+#if !defined(SIMT_EMULATION) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
