@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.deploy.validate.prefill_cases import FORMATS, Case
+from deepinfer.deploy.validate.decode_cases import FORMATS
+from deepinfer.deploy.validate.prefill_cases import Case
 from deepinfer.kernels import prefill
 from deepinfer.kernels.compiler import precompile
 from deepinfer.kernels.prefill import (
@@ -165,18 +166,27 @@ def test_plan_cuts_contexts_into_parts() -> None:
         [0, 0, 2 | 4 << 16, 0 << 8 | 1 << 4 | 2],
         [0, 0, 4 | 6 << 16, 0 << 8 | 2 << 4 | 2],
     ]
-    assert plan.partials is not None and plan.partials.shape == (6, 64, 72)
-    assert plan.tickets is not None and plan.tickets.tolist() == [0] * 6
+    assert plan.partials is not None
+    assert plan.partials.shape == (6, 64, 72)
+    assert plan.tickets is not None
+    assert plan.tickets.tolist() == [0] * 6
 
 
 def test_only_launches_of_few_tiles_are_cut() -> None:
-    wanted: dict[str, int] = {"group": 8, "kv_heads": 2, "head_dim": 128, "tile_rows": 128, "sm_count": 132}
+    wanted: dict[str, int] = {
+        "group": 8,
+        "kv_heads": 2,
+        "head_dim": 128,
+        "tile_rows": 128,
+        "sm_count": 132,
+    }
     assert split_for([PrefillSpan(0, 8192, 0, 0)], **wanted) is None
     assert split_for([PrefillSpan(0, 512, 0, 0)], **wanted) is None
     # 64 CTAs of 68 units: two halves each.
     assert split_for([PrefillSpan(0, 512, 8192, 0)], **wanted) == PrefillSplit(34 * 128, 2, 128)
     few = split_for([PrefillSpan(0, 16, 16384, 0)], **wanted)
-    assert few is not None and few.tokens < 2048
+    assert few is not None
+    assert few.tokens < 2048
 
 
 def test_plan_puts_the_longest_tiles_first_and_covers_every_row() -> None:

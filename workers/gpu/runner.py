@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import partition_for
 from deepinfer.kernels.pointwise import copy_blocks
-from deepinfer.kernels.prefill import PrefillSpan, plan_prefill, tile_rows_for
+from deepinfer.kernels.prefill import PrefillSpan, plan_prefill, split_for, tile_rows_for
 from deepinfer.workers.gpu.ahead import PAUSE_STEPS, POOR_MAX, Ahead, Claim, Foreseen, foresee
 from deepinfer.workers.gpu.decoder import GpuDecoder, WideStep
 from deepinfer.workers.gpu.graphs import (
@@ -109,13 +109,19 @@ class GpuRunner:
         return len(graphs)
 
     def warm_up(self) -> None:
-        """Run a step with a prompt in it, over spare blocks: libraries load on first use."""
+        """Run a step with a prompt in it, over spare blocks: libraries load on first use.
+
+        The objects of the start are kept from the garbage collector after that: looking through
+        all of them takes longer than a step.
+        """
         block_size = self.pool.layout.block_size
         table = self._spares[: -(-WARM_UP_TOKENS // block_size)]
         if len(table) * block_size < WARM_UP_TOKENS or self._limits.rows < WARM_UP_TOKENS:
             return
         self.forward([SequenceSlice([0] * WARM_UP_TOKENS, 0, table, logits=True)])
         self._last = ()
+        gc.collect()
+        gc.freeze()
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
@@ -199,8 +205,7 @@ class GpuRunner:
         if self._poor == POOR_MAX:
             self._poor, self._pause = 0, PAUSE_STEPS
         if claim.copies:
-            pairs = torch.tensor(claim.copies, dtype=torch.int32)
-            copy_blocks(self.pool.storage, pairs.to(self.pool.device, non_blocking=True))
+            copy_blocks(self.pool.storage, self._on_card(claim.copies, torch.int32))
         return claim if used else None
 
     def _claimed(self, claim: Claim) -> Tensor:
@@ -208,13 +213,12 @@ class GpuRunner:
         count = len(claim.places)
         if claim.places == list(range(count)):
             return self.backend.first(count)
-        places = torch.tensor(claim.places, dtype=torch.int64)
-        return self.backend.pick(places.to(self.pool.device, non_blocking=True))
+        return self.backend.pick(self._on_card(claim.places, torch.int64))
 
     def _merge(self, slices: Sequence[SequenceSlice], claim: Claim) -> Tensor:
         """Logits of a plan of which only a part was computed ahead."""
         hits = [place for place in claim.places if place is not None]
-        there = torch.tensor(hits, dtype=torch.int64).to(self.pool.device, non_blocking=True)
+        there = self._on_card(hits, torch.int64)
         known = self.decoder.buffers.logits.index_select(0, there)
         pairs = list(zip(slices, claim.places, strict=True))
         computed = self._compute([part for part, place in pairs if place is None])
@@ -227,8 +231,15 @@ class GpuRunner:
             elif part.logits:
                 order.append(new)
                 new += 1
-        index = torch.tensor(order, dtype=torch.int64).to(self.pool.device, non_blocking=True)
+        index = self._on_card(order, torch.int64)
         return torch.cat((known, computed)).index_select(0, index)
+
+    def _on_card(self, numbers: Sequence[object], dtype: torch.dtype) -> Tensor:
+        """A small tensor on the card. Nothing is waited for, as a copy that is not pinned would."""
+        host = torch.tensor(numbers, dtype=dtype)
+        if self.pool.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.pool.device, non_blocking=True)
 
     def _compute(self, slices: Sequence[SequenceSlice]) -> Tensor:
         """Launch a step of ``slices``; the logits that they want."""
@@ -312,7 +323,17 @@ class GpuRunner:
                 kv_heads=self.config.kv_heads,
                 sm_count=self._multiprocessors,
             )
-            plan = plan_prefill(spans, group=group, tile_rows=tile_rows, device=self.pool.device)
+            split = split_for(
+                spans,
+                group=group,
+                kv_heads=self.config.kv_heads,
+                head_dim=self.config.head_dim,
+                tile_rows=tile_rows,
+                sm_count=self._multiprocessors,
+            )
+            plan = plan_prefill(
+                spans, group=group, tile_rows=tile_rows, split=split, device=self.pool.device
+            )
         partition = self._partition(row_bucket(max(1, decodes)) or decodes, context)
         self.decoder.wide(inputs, WideStep(row, decodes, partition, plan))
         return inputs, firsts
