@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,28 +15,26 @@ from deepinfer.deploy.devices import local_device, ray_device, share_cards
 from deepinfer.deploy.errors import LaunchError
 from deepinfer.deploy.nodes import Node, Nodes, choose_nodes
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
-from deepinfer.workers.gpu.card import GpuUnavailableError, find_card
-
-
-class Properties:
-    """Of a card, as torch tells them."""
-
-    def __init__(self, major: int) -> None:
-        self.major, self.minor = major, 6
-        self.name = "A card"
-        self.multi_processor_count = 48
-        self.total_memory = 12 * 2**30
+from deepinfer.workers.gpu import card
+from deepinfer.workers.gpu.card import Card, GpuUnavailableError, find_card
 
 
 def cards(
     monkeypatch: pytest.MonkeyPatch, *, count: int, major: int = 8, cupy: bool = True
 ) -> None:
     """Make this machine look as if it had cards."""
+    found = Card(
+        index=0,
+        name="A card",
+        capability=(major, 6),
+        multiprocessors=48,
+        bytes_total=12 * 2**30,
+    )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties(major))
-    found = importlib.util.find_spec("torch") if cupy else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
+    monkeypatch.setattr(card, "count_cards", lambda: count)
+    monkeypatch.setattr(card, "describe_card", lambda index: replace(found, index=index))
+    spec = importlib.util.find_spec("torch") if cupy else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
 
 
 def told(config: ClusterConfig) -> tuple[tuple[str, int], list[str]]:
@@ -123,7 +122,7 @@ def test_workers_on_one_card_are_told_their_share(monkeypatch: pytest.MonkeyPatc
     served = Served(path="m", config=None, layout=layout, device="cuda", blocks=None)  # type: ignore[arg-type]
     config = ClusterConfig(workers=2, gpu_memory_utilization=0.8, gpu_probe=False)
     actors = Actors(config, Nodes(home=here, computing=(here,)), "token")
-    actors._create_worker("worker-0", served, here, {})
+    actors._create_worker("worker-0", served, here, {}, None)
     [(settings, num_gpus)] = created
     assert num_gpus == 0.5
     assert settings.gpu.memory_utilization == pytest.approx(0.4)

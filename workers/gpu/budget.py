@@ -10,7 +10,7 @@ from deepinfer.workers.gpu.card import GpuMemoryError
 
 MIB: Final = 2**20
 
-CONTEXT_BYTES: Final = 640 * MIB
+CONTEXT_BYTES: Final = 1024 * MIB
 """About what a process's CUDA context and kernels take: the driver tells only all processes' sum,
 and on a card that workers share somebody else's may be most of it."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
 from dataclasses import dataclass
 from typing import Final
@@ -10,6 +12,11 @@ import torch
 
 CAPABILITY_MIN: Final = (8, 0)
 """The kernels are made of ``mma.m16n8k16`` and ``cp.async``."""
+
+# Of CUdevice_attribute.
+_MULTIPROCESSORS: Final = 16
+_CAPABILITY_MAJOR: Final = 75
+_CAPABILITY_MINOR: Final = 76
 
 
 class GpuUnavailableError(ValueError):
@@ -37,12 +44,19 @@ class Card:
 
 
 def count_cards() -> int:
-    """CUDA devices that this process may use; 0 where torch has no CUDA. Makes no context."""
-    return torch.cuda.device_count()
+    """CUDA devices that this process may use; 0 where there is no driver."""
+    driver = _driver()
+    count = ctypes.c_int()
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def find_card(index: int = 0) -> Card:
     """Look at a card and at what its kernels need.
+
+    Only the driver is asked, and for nothing that makes a context: the launcher, which looks as
+    well, would hold hundreds of MiB of the card.
 
     Raises:
         GpuUnavailableError: torch has no CUDA, the driver shows no such card, the card is older
@@ -59,11 +73,10 @@ def find_card(index: int = 0) -> Card:
             f"no CUDA device {index}: the driver shows {count_cards()}: install NVIDIA's driver, "
             f"look at CUDA_VISIBLE_DEVICES, {instead}"
         )
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    if capability < CAPABILITY_MIN:
+    card = describe_card(index)
+    if card.capability < CAPABILITY_MIN:
         raise GpuUnavailableError(
-            f"{properties.name} is SM{capability[0]}{capability[1]}: the kernels need SM80 "
+            f"{card.name} is SM{card.capability[0]}{card.capability[1]}: the kernels need SM80 "
             f"(A100, RTX 30xx, A10) or newer: use such a card, {instead}"
         )
     if importlib.util.find_spec("cupy") is None:
@@ -72,10 +85,45 @@ def find_card(index: int = 0) -> Card:
             f"CuPy is missing, which compiles the kernels: pip install "
             f"'deepinfer-cluster[cuda{major}]', {instead}"
         )
+    return card
+
+
+def describe_card(index: int) -> Card:
+    """A card that ``count_cards`` counts."""
+    driver = _driver()
+    assert driver is not None, "a driver has counted it"
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
+    _check(driver.cuDeviceGet(ctypes.byref(device), index))
+    _check(driver.cuDeviceGetName(name, len(name), device))
+    _check(driver.cuDeviceTotalMem_v2(ctypes.byref(size), device))
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        _check(driver.cuDeviceGetAttribute(ctypes.byref(value), number, device))
+        return value.value
+
     return Card(
         index=index,
-        name=properties.name,
-        capability=capability,
-        multiprocessors=properties.multi_processor_count,
-        bytes_total=properties.total_memory,
+        name=name.value.decode(errors="replace"),
+        capability=(attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)),
+        multiprocessors=attribute(_MULTIPROCESSORS),
+        bytes_total=size.value,
     )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return None if driver.cuInit(0) else driver
+
+
+def _check(status: int) -> None:
+    if status:
+        raise GpuUnavailableError(
+            f"the CUDA driver failed with error {status} when asked for a card: serve with "
+            "--device cpu"
+        )
