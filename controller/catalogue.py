@@ -223,6 +223,22 @@ _WORKERS = (
             ("deepinfer_worker_requests", "requests", "On the worker."),
             ("deepinfer_worker_requests_coming", "requests", "Placed and not there yet."),
             ("deepinfer_worker_requests_swapped", "requests", "Swapped out from it."),
+            (
+                "deepinfer_worker_kv_quality_kl_nats",
+                "nats",
+                "KL divergence of logits from those with FP16 KV, measured at a start with 8-bit "
+                "KV.",
+            ),
+            (
+                "deepinfer_worker_kv_quality_agreement_ratio",
+                "0 to 1",
+                "Share of positions with the same top token, in the same measurement.",
+            ),
+            (
+                "deepinfer_worker_kv_key_scales",
+                "0 or 1",
+                "Whether the channels of INT8 K are scaled by powers of two, in the same.",
+            ),
         ),
     ),
     *_of(

@@ -58,6 +58,12 @@ WORKERS_COUNTERS = (
     "cpu_reload_seconds",
 )
 """Counted where the copies are made; here they stand in every document, also before the first."""
+KV_QUALITY = {
+    "kl_nats": "deepinfer_worker_kv_quality_kl_nats",
+    "agreement": "deepinfer_worker_kv_quality_agreement_ratio",
+    "key_scales": "deepinfer_worker_kv_key_scales",
+}
+"""What a worker that measured its KV's quality says of it, and by which gauge."""
 RECONNECT_S = 0.2
 """How long a peer whose stream broke may take to open another before it may count as gone."""
 
@@ -238,12 +244,20 @@ class Shell:
     # ---- seeing it -------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """The core's snapshot; counters that peers keep are summed over them and added."""
+        """The core's snapshot; counters that peers keep are summed over them and added.
+
+        ``kv_quality`` has the workers that measured it.
+        """
         found: dict[str, Any] = self.core.snapshot()
         counters = self.tally.totals()
         for name in WORKERS_COUNTERS:
             counters.setdefault(name, 0.0)
         found["counters"] = counters | found["counters"]
+        found["kv_quality"] = {
+            peer.id: {name: samples[gauge] for name, gauge in KV_QUALITY.items()}
+            for peer, samples in self.tally.peers()
+            if all(gauge in samples for gauge in KV_QUALITY.values())
+        }
         found["addresses"] = dict(self._addresses)
         found["now_ms"] = wall_ms()
         return found

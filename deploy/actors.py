@@ -16,6 +16,7 @@ from deepinfer.deploy.access import CONTROLLER, NAMESPACE, RayController
 from deepinfer.deploy.config import ClusterConfig, Device
 from deepinfer.deploy.devices import share_cards
 from deepinfer.deploy.errors import LaunchError, cause_of
+from deepinfer.deploy.kv_quality import quality_settings
 from deepinfer.deploy.nodes import Node, Nodes, advertised_host
 from deepinfer.deploy.tls import server_tls
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deepinfer.controller.scrape import ScrapeSettings
     from deepinfer.kvstore.core.layout import KvLayout
     from deepinfer.workers.model.config import ModelConfig
+    from deepinfer.workers.quality_settings import QualitySettings
 
 START_TIMEOUT_S = 180.0
 METRICS_TIMEOUT_S = 10.0
@@ -65,10 +67,11 @@ class Actors:
         for node in self.nodes.computing:
             self._create_store(model, node)
         self._create_gateways(model)
+        quality = quality_settings(self.config, model.path, model.layout.dtype.name)
         number = 0
         for node in self.nodes.computing:
             for _ in range(self.config.workers):
-                self._create_worker(f"worker-{number}", model, node, worker_env)
+                self._create_worker(f"worker-{number}", model, node, worker_env, quality)
                 number += 1
 
     def _create_controller(self, model: Served) -> None:
@@ -167,7 +170,14 @@ class Actors:
                 ControllerAccess(find=controller.address, status=controller.status),
             )
 
-    def _create_worker(self, name: str, model: Served, node: Node, env: dict[str, str]) -> None:
+    def _create_worker(
+        self,
+        name: str,
+        model: Served,
+        node: Node,
+        env: dict[str, str],
+        quality: QualitySettings | None,
+    ) -> None:
         with interrupts.held():
             from deepinfer.workers.actor import WorkerActor, WorkerSettings
             from deepinfer.workers.core.config import WorkerConfig
@@ -194,6 +204,7 @@ class Actors:
                 kv_cache_dtype=config.kv_cache_dtype,
                 threads=config.threads,
                 gpu=gpu,
+                quality=quality,
                 store_path=config.store_path,
                 token=self.token,
                 failed_start_exit_s=FAILED_START_EXIT_S,

@@ -84,6 +84,13 @@ def up(
             autocompletion=one_of(*KV_DTYPES),
         ),
     ] = None,
+    kv_quality: Annotated[
+        str | None,
+        typer.Option(
+            help="strict, warn or off: what if the KV dtype costs the model too much.",
+            autocompletion=one_of("strict", "warn", "off"),
+        ),
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     max_cache: Annotated[
         str | None, typer.Option(help='KV pool of a worker: "512MiB", "3 blocks" or auto.')
@@ -307,6 +314,9 @@ def demo(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="KV dtype of the pools.", autocompletion=one_of(*KV_DTYPES))
     ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or auto.", autocompletion=one_of("cpu", "cuda", "auto"))
+    ] = "cpu",
     output: Annotated[
         Path | None,
         typer.Option(help="Also write the table as JSON to this file.", callback=result_file),
@@ -320,6 +330,7 @@ def demo(
             requests=requests,
             max_tokens=max_tokens,
             kv_cache_dtype=kv_cache_dtype,
+            device=device,
             output=output,
             console=out,
         )

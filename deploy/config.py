@@ -101,6 +101,10 @@ class ClusterConfig(BaseModel):
     kv_cache_dtype: str = Field(
         default="auto", description="auto, fp16, int8, fp8, fp8_e5m2 or k16v8."
     )
+    kv_quality: Literal["strict", "warn", "off"] = Field(
+        default="strict",
+        description="What if the KV dtype costs this model too much: refuse, warn, or do not look.",
+    )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     max_cache: str = Field(
         default="auto",

@@ -27,7 +27,7 @@ def mib(size: float) -> str:
 
 
 def render_status(document: dict[str, Any]) -> Group:
-    """Workers and their pools, stores, request states, and the swap budget (S9)."""
+    """Workers and their pools, stores, request states, the swap budget (S9), and KV quality."""
     workers = Table("worker", "node", "blocks used", "free", "short", "residents", "state")
     for name, worker in sorted(document["workers"].items()):
         used = worker["blocks_total"] - worker["blocks_free"]
@@ -64,4 +64,15 @@ def render_status(document: dict[str, Any]) -> Group:
     swap.add_row("most swapped requests", str(offload["max_swapped_requests"]))
     for name in SWAP_COUNTERS:
         swap.add_row(name, f"{document['counters'][name]:g}")
-    return Group(workers, stores, requests, swap)
+    shown = [workers, stores, requests, swap]
+    if quality := document.get("kv_quality"):
+        measured = Table("KV beside fp16", "KL nats", "same top token", "K channel scales")
+        for name, found in sorted(quality.items()):
+            measured.add_row(
+                name,
+                f"{found['kl_nats']:.2g}",
+                f"{found['agreement']:.1%}",
+                "yes" if found["key_scales"] else "no",
+            )
+        shown.append(measured)
+    return Group(*shown)

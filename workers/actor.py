@@ -22,6 +22,7 @@ from deepinfer.kvstore.core.messages import Order
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.settings import GpuSettings
+from deepinfer.workers.quality_settings import QualitySettings
 
 if TYPE_CHECKING:
     from deepinfer.workers.shell import WorkerShell
@@ -54,6 +55,8 @@ class WorkerSettings:
     """Compute threads, set explicitly: Ray would leave one."""
     gpu: GpuSettings | None = None
     """None: the CPU computes."""
+    quality: QualitySettings | None = None
+    """None: every KV dtype is served, whatever it does to the model."""
     store_path: StorePath = "auto"
     failed_start_exit_s: float | None = None
     """A process that could not start says why for so long and then exits, for Ray to start anew;

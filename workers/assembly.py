@@ -6,7 +6,7 @@ worker up, the controller's among them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,11 +21,12 @@ from deepinfer.workers.engine import Engine
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.card import find_card
 from deepinfer.workers.links import GatewayLinks, ReportLink
-from deepinfer.workers.model.decoder import kv_layout
+from deepinfer.workers.model.decoder import Decoder, kv_layout
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.runner import ModelRunner
-from deepinfer.workers.model.weights import Progress
+from deepinfer.workers.model.weights import LoadedModel, Progress
 from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.quality import CpuTrial, QualityGate, Verdict
 from deepinfer.workers.shell import WorkerShell
 from deepinfer.workers.swap import KvIdentity, StoreSwapper
 
@@ -40,6 +41,8 @@ class Device(NamedTuple):
     identity: KvIdentity
     notes: tuple[str, ...] = ()
     """What there is to say of it at the start, a line each."""
+    gauges: Mapping[str, float] = {}
+    """Levels that never change, by exported name."""
 
 
 def open_device(
@@ -49,7 +52,8 @@ def open_device(
 
     ``progress(bytes_read, bytes_total)`` is told of each tensor that was read.
 
-    Raises what ``load_model`` raises, and WorkerConfigError for another model's ``block_bytes``;
+    Raises what ``load_model`` raises, WorkerConfigError for another model's ``block_bytes``, and
+    KvQualityError for a KV dtype that ``settings.quality`` refuses;
     with ``settings.gpu`` also what ``find_card`` and ``open_gpu`` raise.
     """
     config = settings.config
@@ -60,18 +64,39 @@ def open_device(
     layout = kv_layout(loaded.config, dtype, config.block_size)
     if config.block_bytes != layout.block_bytes:
         raise WorkerConfigError("block_bytes", config.block_bytes, f"{layout.block_bytes} here")
-    identity = KvIdentity(model=loaded.fingerprint)
+    gate = verdict = None
+    if settings.quality is not None:
+        where = "cpu" if settings.gpu is None else find_card().name
+        gate = QualityGate(settings.quality, loaded, dtype, config.block_size, where)
+        verdict = gate.recall()  # what was refused before is refused before gigabytes are read
+    # Without a verdict the device decides when it has the weights.
+    settle = gate.settle if gate is not None and verdict is None else None
+    model = loaded if verdict is None else verdict.model(loaded)
     if settings.gpu is not None:
         from deepinfer.workers.gpu.opening import StepSizes, open_gpu
 
         sizes = StepSizes(config.max_batch_tokens, config.max_batch_seqs)
-        ready = open_gpu(find_card(), loaded, layout, settings.gpu, sizes, config.blocks_total)
+        ready = open_gpu(
+            find_card(), model, layout, settings.gpu, sizes, config.blocks_total, settle
+        )
+        verdict = ready.verdict or verdict or Verdict()
         engine = Engine(ready.runner, failpoints)
-        return Device(engine, ready.pool, ready.blocks, identity, ready.notes)
+        notes, identity = (*ready.notes, *verdict.notes), _identity(loaded, verdict)
+        return Device(engine, ready.pool, ready.blocks, identity, notes, verdict.gauges)
     backend = CpuBackend(threads=settings.threads)
+    decoder = Decoder(model, backend)
+    if settle is not None:
+        verdict = settle(CpuTrial(decoder, backend, config.block_size))
     pool = PagedPool(layout, config.blocks_total, backend.device)
-    engine = Engine(ModelRunner(loaded, pool, backend), failpoints)
-    return Device(engine, pool, pool.num_blocks, identity)
+    engine = Engine(ModelRunner(decoder, pool, backend), failpoints)
+    verdict = verdict or Verdict()
+    identity = _identity(loaded, verdict)
+    return Device(engine, pool, pool.num_blocks, identity, verdict.notes, verdict.gauges)
+
+
+def _identity(model: LoadedModel, verdict: Verdict) -> KvIdentity:
+    scales = verdict.scales
+    return KvIdentity(model=model.fingerprint, key_scales="" if scales is None else scales.digest)
 
 
 def assemble(
@@ -89,10 +114,10 @@ def assemble(
     """
     ref = WorkerRef(WorkerId(settings.worker), incarnation)
     identity = device.identity
-    salt = f"{identity.model}/{identity.precision}/{device.pool.layout.fingerprint()}"
+    salt = f"{identity.model}/{identity.precision}/{identity.layout(device.pool.layout)}"
     config = replace(settings.config, cache_salt=salt.encode(), blocks_total=device.blocks)
     core = WorkerCore(ref, NodeId(settings.node), config)
-    shell = WorkerShell(core, device.engine, die=die)
+    shell = WorkerShell(core, device.engine, die=die, gauges=device.gauges)
     shell.connect(
         GatewayLinks(ref, settings.token, shell.feed),
         ReportLink(settings.token, shell.feed, find_controller, shell.counters),

@@ -90,7 +90,8 @@ class WorkerShell:
     """One core, its engine thread and its links, on one event loop.
 
     ``die`` is called, on any thread, when the device or the core has failed: their state is
-    unknown, so the process must exit and be started anew. Created on the loop that it lives on;
+    unknown, so the process must exit and be started anew. ``gauges`` are levels of the device that
+    never change, by exported name. Created on the loop that it lives on;
     ``connect`` before ``start``.
     """
 
@@ -101,8 +102,10 @@ class WorkerShell:
         *,
         die: Callable[[BaseException], None],
         clock_ms: Callable[[], int] = monotonic_ms,
+        gauges: Mapping[str, float] | None = None,
     ) -> None:
         self.core = core
+        self._gauges = dict(gauges or {})
         self._die = die
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
@@ -166,9 +169,9 @@ class WorkerShell:
         return {**self.core.snapshot(), "kv_saturations": self._device.kv_saturations}
 
     def counters(self) -> dict[str, float]:
-        """Counts since this life began, by the names they are exported under."""
+        """Counts since this life began, and its gauges, by the names they are exported under."""
         counts = {**self.core.metrics(), "kv_saturations": self._device.kv_saturations}
-        return {
+        return self._gauges | {
             name if name in SWAP_COUNTERS else f"deepinfer_worker_{name}_total": float(count)
             for name, count in counts.items()
         }

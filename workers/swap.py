@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from deepinfer.kvstore.client import Fill, Path, StoreClient, Take, Wait
 from deepinfer.kvstore.core.ids import Run, StoreId, Ticket, WorkerRef
+from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.workers.core.events import (
@@ -42,13 +43,20 @@ class KvIdentity:
     """Fingerprint of config and weights."""
     precision: str = "fp16"
     """The mode that the weights compute in."""
+    key_scales: str = ""
+    """Names the powers of two that K is kept times (``KeyScales.digest``); empty: none."""
+
+    def layout(self, layout: KvLayout) -> str:
+        """What manifests call a pool's layout: bytes under other exponents mean something else."""
+        name = layout.fingerprint()
+        return f"{name}:key_exponents={self.key_scales}" if self.key_scales else name
 
     def draft(self, pool: PagedPool, effect: PutPayload) -> Manifest:
         """Describe the payload of a put; hashes are filled in by whoever copies it."""
         layout = pool.layout
         return Manifest.draft(
             dtype=layout.dtype.name,
-            layout=layout.fingerprint(),
+            layout=self.layout(layout),
             block_bytes=layout.block_bytes,
             blocks=len(effect.block_ids),
             token_ids=effect.token_ids,
@@ -64,7 +72,7 @@ class KvIdentity:
         pairs = {
             "dtype": (manifest.dtype, layout.dtype.name),
             "encoding": (manifest.encoding, "native"),
-            "layout": (manifest.layout, layout.fingerprint()),
+            "layout": (manifest.layout, self.layout(layout)),
             "block_bytes": (manifest.block_bytes, layout.block_bytes),
             "precision": (manifest.precision, self.precision),
             "model": (manifest.model, self.model),

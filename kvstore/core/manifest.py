@@ -97,7 +97,7 @@ class Manifest:
     encoding: str = "native"
     order: str = "block-major"
     layout: str
-    """``KvLayout.fingerprint()``."""
+    """``KvLayout.fingerprint()``, with what else K's bytes depend on."""
     block_bytes: int
     blocks: int
     payload_bytes: int

@@ -215,6 +215,7 @@ def config(home: Home) -> Path:
         "port": 0,
         "max_cache": "64 blocks",
         "kv_cache_dtype": "int8",
+        "kv_quality": "off",
         "workers": 2,
         "max_cpu_offload_mb": 3,
     }

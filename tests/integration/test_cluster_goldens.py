@@ -49,6 +49,7 @@ def test_forced_swaps_change_no_id(
     config = ClusterConfig(
         model=str(demo_model),
         kv_cache_dtype=dtype,
+        kv_quality="off" if dtype != "int8" else "strict",
         block_size=BLOCK_SIZE,
         max_cache=f"{-(-longest // BLOCK_SIZE) + 1} blocks",
         port=0,

@@ -35,10 +35,12 @@ from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.gpu.shapes import check_kernels, kv_views, model_specs
+from deepinfer.workers.gpu.trial import GpuTrial
 from deepinfer.workers.gpu.weights import GpuWeights, layer_weights, load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
+from deepinfer.workers.quality import Settle, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class OpenedGpu(NamedTuple):
     budget: MemoryBudget
     notes: tuple[str, ...]
     """What there is to say of it, a line each."""
+    verdict: Verdict | None = None
+    """What ``settle`` decided; None: it was not asked."""
 
 
 class StepSizes(NamedTuple):
@@ -69,12 +73,15 @@ def open_gpu(
     settings: GpuSettings,
     sizes: StepSizes,
     blocks: int,
+    settle: Settle | None = None,
 ) -> OpenedGpu:
     """Load a model, allocate its pool and capture its graphs; takes seconds.
 
     The pool has exactly ``blocks`` blocks, or, with ``settings.fill_card``, at least so many.
+    ``settle`` decides, with the weights on the card, whether and how K of ``layout`` is scaled.
 
     Raises:
+        KvQualityError: ``settle`` refuses the layout's dtype.
         GpuMemoryError: the card has no room for them; says both numbers.
         CheckpointError: the weights are damaged, or none for half precision.
         ValueError: the kernels know no such head_dim, block size or number of heads.
@@ -132,6 +139,9 @@ def open_gpu(
         + SLACK_BYTES,
         graphs=len(wanted) * GRAPH_BYTES,
     )
+    verdict = None
+    if settle is not None:
+        weights, verdict = _settled(settle, weights, buffers, layout, card, rows, fused_rows)
     if settings.fill_card:
         blocks = blocks_that_fit(budget, layout, blocks)
     else:
@@ -169,7 +179,35 @@ def open_gpu(
         notes.append(probe_bus(card.device).line())
     for note in notes:
         log.info("%s", note)
-    return OpenedGpu(runner, pool, blocks, budget, tuple(notes))
+    return OpenedGpu(runner, pool, blocks, budget, tuple(notes), verdict)
+
+
+def _settled(
+    settle: Settle,
+    weights: GpuWeights,
+    buffers: Buffers,
+    layout: KvLayout,
+    card: Card,
+    rows: int,
+    fused_rows: int,
+) -> tuple[GpuWeights, Verdict]:
+    """The verdict on ``layout``, and the weights that belong to it; takes no memory that stays."""
+
+    def bind(bound: GpuWeights, pool: PagedPool) -> GpuRunner:
+        context = min(bound.config.max_positions, pool.num_blocks * layout.block_size)
+        return make_runner(
+            bound,
+            pool,
+            buffers,
+            StepLimits(rows=rows, sequences=1, context=context),
+            fused_rows=fused_rows,
+            multiprocessors=card.multiprocessors,
+        )
+
+    trial = GpuTrial(weights, layout.block_size, rows, buffers.saturations, bind)
+    verdict = settle(trial)
+    torch.cuda.empty_cache()
+    return trial.weights, verdict
 
 
 def make_runner(

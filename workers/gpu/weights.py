@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -177,6 +177,39 @@ class _Reader:
         return stack(parts)
 
 
+def with_projections(weights: GpuWeights, model: LoadedModel) -> GpuWeights:
+    """The same weights with q, k and v, and their norms, read anew from ``model``.
+
+    It is the same model, but for key scales. Raises CheckpointError as ``load_weights``.
+    """
+    reader = _Reader(model.weights, weights.embedding.device)
+    layers = []
+    for index, layer in enumerate(weights.layers):
+        qkv, q_norm, k_norm = _projections(reader, model.config, index)
+        layers.append(replace(layer, qkv=qkv, q_norm=q_norm, k_norm=k_norm))
+        model.weights.release()
+    trim_heap()
+    return replace(weights, layers=tuple(layers))
+
+
+def _projections(
+    reader: _Reader, config: ModelConfig, index: int
+) -> tuple[Weight, Tensor | None, Tensor | None]:
+    """Fused q, k and v, and the norms of q and k."""
+    attention = f"model.layers.{index}.self_attn"
+    if config.fused_projections:
+        names = [f"{attention}.qkv_proj.weight"]
+    else:
+        names = [f"{attention}.{part}_proj.weight" for part in "qkv"]
+    bias = q_norm = k_norm = None
+    if config.qkv_bias:
+        bias = reader.rows([f"{attention}.{part}_proj.bias" for part in "qkv"])
+    if config.qk_norm:
+        q_norm = reader.vector(f"{attention}.q_norm.weight")
+        k_norm = reader.vector(f"{attention}.k_norm.weight")
+    return reader.linear(names, bias, config.hidden_size), q_norm, k_norm
+
+
 def _w4(weight: QuantizedTensor, bias: Tensor | None) -> W4Weight:
     return pack_w4(weight.codes, weight.scales, weight.zeros, bias=bias)
 
@@ -185,14 +218,12 @@ def _layer(reader: _Reader, config: ModelConfig, index: int) -> GpuLayer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     padding = padded_width(config) - config.intermediate_size
+    qkv, q_norm, k_norm = _projections(reader, config, index)
     if config.fused_projections:
-        qkv, gate_up = [f"{attention}.qkv_proj.weight"], [f"{mlp}.gate_up_proj.weight"]
+        gate_up = [f"{mlp}.gate_up_proj.weight"]
     else:
-        qkv = [f"{attention}.{part}_proj.weight" for part in "qkv"]
         gate_up = [f"{mlp}.{part}_proj.weight" for part in ("gate", "up")]
-    qkv_bias = gate_up_bias = out_bias = down_bias = None
-    if config.qkv_bias:
-        qkv_bias = reader.rows([f"{attention}.{part}_proj.bias" for part in "qkv"])
+    gate_up_bias = out_bias = down_bias = None
     if config.o_bias:
         out_bias = reader.half(f"{attention}.o_proj.bias")
     if config.mlp_bias:
@@ -202,9 +233,9 @@ def _layer(reader: _Reader, config: ModelConfig, index: int) -> GpuLayer:
         down_bias = reader.half(f"{mlp}.down_proj.bias")
     return GpuLayer(
         input_norm=reader.vector(f"{prefix}.input_layernorm.weight"),
-        qkv=reader.linear(qkv, qkv_bias, config.hidden_size),
-        q_norm=reader.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
-        k_norm=reader.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
+        qkv=qkv,
+        q_norm=q_norm,
+        k_norm=k_norm,
         out=reader.linear([f"{attention}.o_proj.weight"], out_bias, config.heads * config.head_dim),
         mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=reader.gate_up(gate_up, gate_up_bias, padding),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -115,6 +115,14 @@ class Decoder:
         """The layout of a pool for this model."""
         return kv_layout(self.config, dtype, block_size)
 
+    def take_projections(self, weights: WeightSource) -> None:
+        """Read q, k and v, and their norms, anew: the same model's, but for key scales."""
+        for index, layer in enumerate(self.layers):
+            qkv, q_norm, k_norm = _pack_projections(self.config, weights, index, self.backend)
+            self.layers[index] = replace(layer, qkv=qkv, q_norm=q_norm, k_norm=k_norm)
+            weights.release()
+        trim_heap()
+
     def forward(self, token_ids: Tensor, plan: Plan, pool: PagedPool) -> Tensor:
         """Write the step's KV and return the residual stream ``[padded_rows, hidden]``, float32.
 
@@ -154,22 +162,37 @@ def kv_layout(config: ModelConfig, dtype: KvDtype, block_size: int) -> KvLayout:
     return KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
 
 
+def _pack_projections(
+    config: ModelConfig, weights: WeightSource, layer: int, backend: Backend
+) -> tuple[Linear, Tensor | None, Tensor | None]:
+    """Fused q, k and v, and the norms of q and k."""
+    attention = f"model.layers.{layer}.self_attn"
+    qkv_bias = q_norm = k_norm = None
+    if config.fused_projections:
+        qkv = weights.read(f"{attention}.qkv_proj.weight")
+    else:
+        qkv = torch.cat([weights.read(f"{attention}.{part}_proj.weight") for part in "qkv"])
+    if config.qkv_bias:
+        qkv_bias = torch.cat([weights.read(f"{attention}.{part}_proj.bias") for part in "qkv"])
+    if config.qk_norm:
+        q_norm = _vector(weights, f"{attention}.q_norm.weight", backend)
+        k_norm = _vector(weights, f"{attention}.k_norm.weight", backend)
+    return backend.pack_linear(qkv, qkv_bias), q_norm, k_norm
+
+
 def _pack_layer(
     config: ModelConfig, weights: WeightSource, layer: int, backend: Backend
 ) -> DecoderLayer:
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     padding = -config.intermediate_size % MLP_WIDTH_MULTIPLE
+    qkv, q_norm, k_norm = _pack_projections(config, weights, layer, backend)
     if config.fused_projections:
-        qkv = weights.read(f"{attention}.qkv_proj.weight")
         gate, up = weights.read(f"{mlp}.gate_up_proj.weight").chunk(2)
     else:
-        qkv = torch.cat([weights.read(f"{attention}.{part}_proj.weight") for part in "qkv"])
         gate = weights.read(f"{mlp}.gate_proj.weight")
         up = weights.read(f"{mlp}.up_proj.weight")
-    qkv_bias = gate_up_bias = None
-    if config.qkv_bias:
-        qkv_bias = torch.cat([weights.read(f"{attention}.{part}_proj.bias") for part in "qkv"])
+    gate_up_bias = None
     if config.mlp_bias:
         gate_up_bias = torch.cat(
             [
@@ -181,9 +204,9 @@ def _pack_layer(
     down = F.pad(weights.read(f"{mlp}.down_proj.weight"), (0, padding))
     return DecoderLayer(
         input_norm=_vector(weights, f"{prefix}.input_layernorm.weight", backend),
-        qkv=backend.pack_linear(qkv, qkv_bias),
-        q_norm=_vector(weights, f"{attention}.q_norm.weight", backend) if config.qk_norm else None,
-        k_norm=_vector(weights, f"{attention}.k_norm.weight", backend) if config.qk_norm else None,
+        qkv=qkv,
+        q_norm=q_norm,
+        k_norm=k_norm,
         out=backend.pack_linear(
             weights.read(f"{attention}.o_proj.weight"),
             weights.read(f"{attention}.o_proj.bias") if config.o_bias else None,
