@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from deepinfer.deploy.errors import LaunchError
 
 if TYPE_CHECKING:
+    from deepinfer.deploy.config import Device
     from deepinfer.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | tuple[int, ...] | tuple[dict[str, str], ...]
@@ -39,18 +40,24 @@ class Answer:
 
 
 def unpressed(
-    model: Path, questions: Sequence[Question], *, kv_cache_dtype: str, block_size: int = 16
+    model: Path,
+    questions: Sequence[Question],
+    *,
+    kv_cache_dtype: str,
+    block_size: int = 16,
+    device: Device = "cpu",
 ) -> list[Answer]:
     """Answer every question, one after another, with room for all of it.
 
     Raises:
         LaunchError: the process has died.
-        OSError, ValueError: the model cannot be opened, or a question not be asked.
+        OSError, ValueError: the model cannot be opened on ``device``, or a question not be asked.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(
-        target=_answer_into, args=(sending, model, tuple(questions), kv_cache_dtype, block_size)
+        target=_answer_into,
+        args=(sending, model, tuple(questions), kv_cache_dtype, block_size, device),
     )
     process.start()
     sending.close()
@@ -77,50 +84,63 @@ def _answer_into(
     questions: Sequence[Question],
     kv_cache_dtype: str,
     block_size: int,
+    device: Device,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for who started this, who ends it
     try:
-        answers: list[Answer] | Exception = _answer(model, questions, kv_cache_dtype, block_size)
+        answers: list[Answer] | Exception = _answer(
+            model, questions, kv_cache_dtype, block_size, device
+        )
     except (OSError, ValueError) as error:
         answers = error
     sending.send(answers)
 
 
 def _answer(
-    model: Path, questions: Sequence[Question], kv_cache_dtype: str, block_size: int
+    model: Path,
+    questions: Sequence[Question],
+    kv_cache_dtype: str,
+    block_size: int,
+    device: Device,
 ) -> list[Answer]:
-    import torch
-
     from deepinfer.kvstore.core.layout import resolve_kv_dtype
     from deepinfer.kvstore.core.requests import SamplingParams
     from deepinfer.text.load import load_tokenizer
-    from deepinfer.workers.backends.cpu import CpuBackend
+    from deepinfer.workers.actor import WorkerSettings
+    from deepinfer.workers.assembly import open_device
     from deepinfer.workers.core.config import WorkerConfig
-    from deepinfer.workers.engine import Engine
+    from deepinfer.workers.failpoints import Failpoints
+    from deepinfer.workers.gpu.settings import GpuSettings
     from deepinfer.workers.local import LocalEngine
     from deepinfer.workers.model.decoder import kv_layout
     from deepinfer.workers.model.load import load_model
-    from deepinfer.workers.model.runner import ModelRunner
-    from deepinfer.workers.pool import PagedPool
 
-    loaded = load_model(model)
+    layout = kv_layout(load_model(model).config, resolve_kv_dtype(kv_cache_dtype), block_size)
     tokenizer = load_tokenizer(model)
-    layout = kv_layout(loaded.config, resolve_kv_dtype(kv_cache_dtype), block_size)
     answers = []
     prompts = [_ids(tokenizer, question.prompt) for question in questions]
     params = [SamplingParams(**question.sampling) for question in questions]
     blocks = max(
         layout.blocks_for(len(ids) + p.max_tokens) for ids, p in zip(prompts, params, strict=True)
     )
-    runner = ModelRunner(loaded, PagedPool(layout, blocks, torch.device("cpu")), CpuBackend())
     config = WorkerConfig(
         blocks_total=blocks,
         block_size=block_size,
         block_bytes=layout.block_bytes,
         prefix_cache=False,
     )
+    settings = WorkerSettings(
+        worker="oracle",
+        node="local",
+        model_path=str(model),
+        kv_cache_dtype=kv_cache_dtype,
+        gpu=GpuSettings(fill_card=False, probe=False) if device == "cuda" else None,
+        token="of nobody",
+        config=config,
+    )
+    opened = open_device(settings, Failpoints())
     for ids, sampling, question in zip(prompts, params, questions, strict=True):
-        engine = LocalEngine(Engine(runner), config)
+        engine = LocalEngine(opened.engine, config)
         [done] = engine.generate(
             [ids], sampling, seed=question.seed, stop_token_ids=tuple(tokenizer.eos_ids)
         )

@@ -15,6 +15,9 @@ bench = typer.Typer(no_args_is_help=True, help="Experiments; each writes JSON an
 MODEL_HELP = "Model folder, GGUF file, org/name of a hub, or demo."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Rounds = Annotated[int, typer.Option(min=1, max=1000)]
+BenchDevice = Annotated[
+    str, typer.Option(help="What workers and peers compute on: auto, cpu or cuda.")
+]
 PromptTokens = Annotated[
     int, typer.Option(min=1, help="Mean length of a prompt; they are of unlike length.")
 ]
@@ -48,11 +51,13 @@ def bench_offload(
     kv_cache_dtype: Annotated[
         list[str] | None, typer.Option(help="May be repeated; default: all four.")
     ] = None,
+    device: BenchDevice = "auto",
     rounds: Rounds = 5,
     output: Output = RESULTS,
 ) -> None:
     """Force one swap a round: a pool of exactly 3 blocks, two requests that need 3 each."""
     with plain_errors():
+        from deepinfer.deploy.bench.hosts import find_host
         from deepinfer.deploy.bench.offload import run_offload
 
         ok = run_offload(
@@ -61,6 +66,7 @@ def bench_offload(
             rounds=rounds,
             output=output,
             console=out,
+            host=find_host(device, out.print),
         )
     raise typer.Exit(0 if ok else 1)
 
@@ -79,6 +85,7 @@ def bench_controller(
 @bench.command("concurrency")
 def bench_concurrency(
     model: Model = "demo",
+    device: BenchDevice = "auto",
     levels: Annotated[str, typer.Option(help="Numbers of streams, by commas.")] = "1,2,4,8",
     prompt_tokens: PromptTokens = 64,
     max_tokens: AnswerTokens = 32,
@@ -94,6 +101,7 @@ def bench_concurrency(
     """Speed by the number of streams, beside the bare engine loop and transformers."""
     with plain_errors():
         from deepinfer.deploy.bench.concurrency import Load, parse_levels, run_concurrency
+        from deepinfer.deploy.bench.hosts import find_host
 
         load = Load(
             levels=parse_levels(levels),
@@ -103,6 +111,7 @@ def bench_concurrency(
             threads=threads,
             kv_cache_dtypes=tuple(kv_cache_dtype or ("fp16",)),
             peers=peers,
+            host=find_host(device, out.print),
         )
         run_concurrency(model=model, load=load, text=text, output=output, console=out)
 
@@ -110,6 +119,7 @@ def bench_concurrency(
 @bench.command("jitter")
 def bench_jitter(
     model: Model = "demo",
+    device: BenchDevice = "auto",
     streams: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 8,
     prompt_tokens: PromptTokens = 64,
     max_tokens: AnswerTokens = 64,
@@ -124,6 +134,7 @@ def bench_jitter(
 ) -> None:
     """Times between tokens, without swaps and with them."""
     with plain_errors():
+        from deepinfer.deploy.bench.hosts import find_host
         from deepinfer.deploy.bench.jitter import Load, run_jitter
 
         load = Load(
@@ -134,6 +145,7 @@ def bench_jitter(
             share=share,
             threads=threads,
             kv_cache_dtype=kv_cache_dtype,
+            host=find_host(device, out.print),
         )
         ok = run_jitter(model=model, load=load, text=text, output=output, console=out)
     raise typer.Exit(0 if ok else 1)
@@ -245,3 +257,50 @@ def bench_kernel_resources(
 
         ok = run_kernel_resources(output=output, console=out)
     raise typer.Exit(0 if ok else 1)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    shape: Annotated[str, typer.Option(help="qwen2.5-3b or smollm2.")] = "qwen2.5-3b",
+    part: Annotated[
+        str,
+        typer.Option(
+            help="By commas: decode, prefill, linear, pointwise, model, transformers, projection."
+        ),
+    ] = "decode,prefill,linear,pointwise,model,transformers,projection",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="By commas.")
+    ] = "fp16,int8,fp8,fp8_e5m2,k16v8",
+    weights: Annotated[str, typer.Option(help="Of the model part, by commas.")] = "fp16,w4a16",
+    batches: Annotated[str, typer.Option(help="Sequences, by commas.")] = "1,4,16,64",
+    contexts: Annotated[str, typer.Option(help="Of attention, by commas.")] = "512,2048,8192",
+    model_contexts: Annotated[
+        str, typer.Option(help="Of the model part, by commas.")
+    ] = "512,1024,2048,8192",
+    peers: Annotated[bool, typer.Option(help="Measure others in the same run.")] = True,
+    peer_seconds: Annotated[
+        float, typer.Option(min=0, help="What others' compilations may take.")
+    ] = 120.0,
+    redraw: Annotated[bool, typer.Option(help="Only draw again from the JSON.")] = False,
+    output: Output = RESULTS,
+) -> None:
+    """Kernels and whole steps on a GPU, random weights, beside cuBLAS, SDPA and FlashInfer."""
+    with plain_errors():
+        from deepinfer.deploy.bench.concurrency import parse_levels
+        from deepinfer.deploy.bench.kernels import Plan, draw, run_kernels
+
+        if redraw:
+            draw(output, out)
+            return
+        plan = Plan(
+            shape=shape,
+            parts=tuple(part.split(",")),
+            kv_dtypes=tuple(kv_cache_dtype.split(",")),
+            weights=tuple(weights.split(",")),
+            batches=parse_levels(batches),
+            contexts=parse_levels(contexts),
+            model_contexts=parse_levels(model_contexts),
+            peers=peers,
+            peer_seconds=peer_seconds,
+        )
+        run_kernels(plan, output=output, console=out)

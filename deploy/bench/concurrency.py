@@ -1,10 +1,10 @@
 """`deepinfer bench concurrency`: how speed changes with the number of streams.
 
 One worker. For each level as many streams as it says are sent at once through the SDK, and every
-one asks for the same number of tokens. Beside it, in the same run and on the same thread count:
-the bare engine loop, and transformers serving the same prompts one after another and in a padded
-batch. The peers and the cluster take turns, round by round, and ratios are taken within a round,
-so that a machine that becomes slower or faster meanwhile favours nobody.
+one asks for the same number of tokens. Beside it, in the same run and on the same thread count or
+card: the bare engine loop, and transformers serving the same prompts in each of its ways. The peers
+and the cluster take turns, round by round, and ratios are taken within a round, so that a machine
+that becomes slower or faster meanwhile favours nobody.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from deepinfer.client import AsyncClient
 from deepinfer.deploy.bench import concurrency_report
+from deepinfer.deploy.bench.hosts import CPU, Host
 from deepinfer.deploy.bench.plots import check_plots
 from deepinfer.deploy.bench.prompts import make_prompts, read_text
 from deepinfer.deploy.bench.results import write_result
@@ -32,6 +33,7 @@ from deepinfer.deploy.generate import get_model
 
 if TYPE_CHECKING:
     from deepinfer.deploy.bench.peers import PeerProcess
+    from deepinfer.deploy.bench.transformers_peer import Way
 
 BLOCK_SIZE = 16
 
@@ -52,6 +54,7 @@ class Load:
     kv_cache_dtypes: tuple[str, ...] = ("fp16",)
     peers: bool = True
     """Whether transformers runs, too; the bare engine loop always does."""
+    host: Host = CPU
 
     def __post_init__(self) -> None:
         check_kv_dtypes(self.kv_cache_dtypes)
@@ -93,7 +96,13 @@ class Run:
 
 
 SERVERS = ("cluster", "engine", "one_by_one", "padded_batch")
-"""Who serves a level: we, our engine alone, and transformers in its two ways."""
+"""Who serves a level: we, our engine alone, and transformers in two ways."""
+
+CARD_SERVERS = ("cluster", "engine", "padded_batch", "static", "continuous")
+"""The same on a card, where transformers has others worth a try."""
+
+WAYS: dict[str, Way] = {"static": "static", "continuous": "continuous"}
+"""Of transformers, where it is not the padded batch."""
 
 Measured: TypeAlias = dict[tuple[str, str, int], list[Run]]
 """By server, KV dtype and level: one run a round."""
@@ -102,7 +111,7 @@ Measured: TypeAlias = dict[tuple[str, str, int], list[Run]]
 def run_concurrency(
     *, model: str, load: Load, text: Path | None, output: Path, console: Console
 ) -> None:
-    """Measure and write ``concurrency.json`` and ``.png``.
+    """Measure and write ``concurrency.json`` and ``.png``, or ``concurrency_<card>``.
 
     Raises:
         ConfigError: matplotlib or transformers is missing, or ``text`` cannot be read.
@@ -117,8 +126,9 @@ def run_concurrency(
     with counted(console, steps_of(load)) as steps:
         measured, prompts = measure(path, load, words, steps.tell, steps.advance)
     figures = concurrency_report.figures(load, [len(prompt) for prompt in prompts], measured)
-    write_result(output / "concurrency.json", command_of(model, load, text), figures)
-    concurrency_report.plot(figures, output / "concurrency.png")
+    stem = load.host.stem("concurrency")
+    write_result(output / f"{stem}.json", command_of(model, load, text), figures)
+    concurrency_report.plot(figures, output / f"{stem}.png")
     console.print(concurrency_report.table(figures))
 
 
@@ -136,7 +146,7 @@ def parse_levels(text: str) -> tuple[int, ...]:
 
 def command_of(model: str, load: Load, text: Path | None) -> str:
     """The command line that measures this again."""
-    parts = ["deepinfer bench concurrency", f"--model {model}"]
+    parts = ["deepinfer bench concurrency", f"--model {model}", f"--device {load.host.device}"]
     parts += [f"--levels {','.join(map(str, load.levels))}"]
     parts += [f"--kv-cache-dtype {dtype}" for dtype in load.kv_cache_dtypes]
     parts += [f"--prompt-tokens {load.prompt_tokens}", f"--max-tokens {load.max_tokens}"]
@@ -148,7 +158,8 @@ def command_of(model: str, load: Load, text: Path | None) -> str:
 
 def servers_of(load: Load) -> tuple[str, ...]:
     """Who takes part."""
-    return SERVERS if load.peers else SERVERS[:2]
+    servers = SERVERS if load.host.device == "cpu" else CARD_SERVERS
+    return servers if load.peers else servers[:2]
 
 
 def steps_of(load: Load) -> int:
@@ -176,6 +187,7 @@ def measure(
         blocks=blocks,
         threads=load.threads,
         transformers=load.peers,
+        device=load.host.device,
     )
     measured: Measured = {}
     with PeerProcess(settings) as peers:
@@ -184,7 +196,9 @@ def measure(
             config = ClusterConfig(
                 model=str(model),
                 workers=1,
+                device=load.host.device,
                 kv_cache_dtype=dtype,
+                kv_quality="off",  # speed is what is measured, also of random weights
                 block_size=BLOCK_SIZE,
                 max_cache=f"{blocks} blocks",
                 threads=load.threads,
@@ -216,7 +230,7 @@ class _Turns:
         async with AsyncClient(list(self.cluster.endpoints), token=self.cluster.token) as client:
             self.tell(f"{self.dtype}: warming up")
             for server in servers:
-                await self._serve(client, server, self.prompts[:1], 2)
+                await self._warm_up(client, server)
             for number in range(self.load.rounds):
                 self.tell(f"{self.dtype}: round {number + 1} of {self.load.rounds}")
                 alone: list[Run] = []
@@ -226,6 +240,14 @@ class _Turns:
                     for server in servers[turned:] + servers[:turned]:
                         await self._take_turn(client, server, level, alone)
                         self.advance()
+
+    async def _warm_up(self, client: AsyncClient, server: str) -> None:
+        if server != "static":
+            await self._serve(client, server, self.prompts[:1], 2)
+            return
+        # It compiles for numbers of rows, and for a cache as long as the longest it has had.
+        for level in sorted(self.load.levels, reverse=True):
+            await self._serve(client, server, self.prompts[:level], self.load.max_tokens)
 
     async def _take_turn(
         self, client: AsyncClient, server: str, level: int, alone: list[Run]
@@ -250,7 +272,9 @@ class _Turns:
         if server == "engine":
             timed = await asyncio.to_thread(self.peers.engine, self.dtype, prompts, tokens)
         else:
-            timed = await asyncio.to_thread(self.peers.transformers, prompts, tokens)
+            timed = await asyncio.to_thread(
+                self.peers.transformers, prompts, tokens, WAYS.get(server, "padded_batch")
+            )
         return Run(
             seconds=timed.seconds,
             ttfts_s=tuple(times[0] for times in timed.token_times_s),

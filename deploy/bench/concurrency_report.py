@@ -20,7 +20,16 @@ LABELS = {
     "engine": "bare engine loop",
     "padded_batch": "transformers, padded batch",
     "one_by_one": "transformers, one after another",
+    "static": "transformers, static cache, compiled",
+    "continuous": "transformers, continuous batching",
 }
+PEERS = {
+    "one_by_one": "1 by 1",
+    "padded_batch": "batch",
+    "static": "static",
+    "continuous": "contin.",
+}
+"""What the table calls transformers' ways."""
 
 
 def figures(load: Load, prompt_lengths: Sequence[int], measured: Measured) -> dict[str, Any]:
@@ -42,7 +51,8 @@ def figures(load: Load, prompt_lengths: Sequence[int], measured: Measured) -> di
                 "ratios": _ratios(runs),
             }
     return {
-        "compute_dtype": "float32",
+        **load.host.facts(),
+        "compute_dtype": "float32" if load.host.device == "cpu" else "float16",
         "threads": load.threads,
         "rounds": load.rounds,
         "max_tokens": load.max_tokens,
@@ -90,7 +100,7 @@ def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
         "tpot_over_engine": over("cluster", "engine", lambda run: median(run.tpots_s)),
         "interval_p50_over_engine": over("cluster", "engine", _interval),
     }
-    for server in ("one_by_one", "padded_batch"):
+    for server in PEERS:
         if server in runs:
             ratios[f"tokens_per_s_over_transformers_{server}"] = over(
                 "cluster", server, lambda run: run.tokens_per_s
@@ -108,9 +118,11 @@ def table(found: dict[str, Any]) -> Table:
     title = f"streams of {found['max_tokens']} tokens each; times in ms"
     shown = Table(title=title, padding=(0, 1, 0, 0))
     shown.add_column("dtype", no_wrap=True)
+    some = next(iter(next(iter(found["results"].values())).values()))
     peers = {
-        "1 by 1": "tokens_per_s_over_transformers_one_by_one",
-        "batch": "tokens_per_s_over_transformers_padded_batch",
+        name: f"tokens_per_s_over_transformers_{server}"
+        for server, name in PEERS.items()
+        if server in some
     }
     for name in (
         *("streams", "tok/s", "TTFT", "TPOT", "p95-p50", "x engine"),
@@ -162,7 +174,6 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
-    figure.suptitle(
-        f"One worker, {found['threads']} thread(s), {found['max_tokens']} tokens a stream"
-    )
+    where = found.get("card") or f"{found['threads']} thread(s)"
+    figure.suptitle(f"One worker, {where}, {found['max_tokens']} tokens a stream")
     write_plot(figure, path)

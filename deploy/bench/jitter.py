@@ -18,6 +18,7 @@ from rich.console import Console
 
 from deepinfer.client import AsyncClient, Delta, Event, Notice
 from deepinfer.deploy.bench import jitter_report
+from deepinfer.deploy.bench.hosts import CPU, Host
 from deepinfer.deploy.bench.plots import check_plots
 from deepinfer.deploy.bench.prompts import make_prompts, read_text
 from deepinfer.deploy.bench.results import write_result
@@ -47,6 +48,7 @@ class Load:
     """The pressed pool, as a share of what all streams come to need at once."""
     threads: int = 1
     kv_cache_dtype: str = "fp16"
+    host: Host = CPU
 
     def __post_init__(self) -> None:
         check_kv_dtypes((self.kv_cache_dtype,))
@@ -116,7 +118,11 @@ class Clock:
 def run_jitter(
     *, model: str, load: Load, text: Path | None, output: Path, console: Console
 ) -> bool:
-    """Measure and write ``jitter.json`` and ``.png``; True if swaps happened and changed no token.
+    """Measure; True if swaps happened and changed no token.
+
+    Writes ``jitter.json`` and ``.png``, or ``jitter_<card>``. On a card a token may differ because
+    another number of streams was in its step, for rounding differs with that: then it is only told
+    how many do.
 
     Raises:
         ConfigError: matplotlib is missing, or ``text`` cannot be read.
@@ -127,19 +133,21 @@ def run_jitter(
     with counted(console, load.rounds * len(POOLS)) as steps:
         runs, blocks = measure(path, load, words, steps.tell, steps.advance)
     figures = jitter_report.figures(load, blocks, runs)
-    write_result(output / "jitter.json", command_of(model, load, text), figures)
-    jitter_report.plot(figures, runs, output / "jitter.png")
+    stem = load.host.stem("jitter")
+    write_result(output / f"{stem}.json", command_of(model, load, text), figures)
+    jitter_report.plot(figures, runs, output / f"{stem}.png")
     console.print(jitter_report.table(figures))
     console.print(jitter_report.sentence(figures), highlight=False)
     swaps: int = figures["pools"]["pressed"]["swaps"]
     same: bool = figures["same_tokens"] == figures["tokens"]
-    return same and swaps > 0
+    return swaps > 0 and (same or load.host.device == "cuda")
 
 
 def command_of(model: str, load: Load, text: Path | None) -> str:
     """The command line that measures this again."""
     parts = [
-        f"deepinfer bench jitter --model {model} --streams {load.streams}",
+        f"deepinfer bench jitter --model {model} --device {load.host.device}",
+        f"--streams {load.streams}",
         f"--prompt-tokens {load.prompt_tokens} --max-tokens {load.max_tokens}",
         f"--rounds {load.rounds} --share {load.share} --threads {load.threads}",
         f"--kv-cache-dtype {load.kv_cache_dtype}",
@@ -174,7 +182,9 @@ def measure(
         config = ClusterConfig(
             model=str(model),
             workers=1,
+            device=load.host.device,
             kv_cache_dtype=load.kv_cache_dtype,
+            kv_quality="off",  # speed is what is measured, also of random weights
             block_size=BLOCK_SIZE,
             max_cache=f"{blocks[pool]} blocks",
             threads=load.threads,

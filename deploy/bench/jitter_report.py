@@ -29,6 +29,7 @@ def figures(
     roomy = [run for one in runs["roomy"] for run in one]
     pressed = [run for one in runs["pressed"] for run in one]
     return {
+        **load.host.facts(),
         "streams": load.streams,
         "rounds": load.rounds,
         "max_tokens": load.max_tokens,

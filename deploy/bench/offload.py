@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from deepinfer.client import AsyncClient, Choice, Delta, Event
+from deepinfer.deploy.bench.hosts import CPU, Host
 from deepinfer.deploy.bench.plots import axes_in_a_row, check_plots, write_plot
 from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.cluster import Cluster
@@ -73,9 +74,18 @@ class Round:
 
 
 def run_offload(
-    *, model: str, dtypes: tuple[str, ...], rounds: int, output: Path, console: Console
+    *,
+    model: str,
+    dtypes: tuple[str, ...],
+    rounds: int,
+    output: Path,
+    console: Console,
+    host: Host = CPU,
 ) -> bool:
-    """Run every dtype; write ``offload.json`` and ``.png``; True if every round was right."""
+    """Run every dtype; True if every round was right.
+
+    Writes ``offload.json`` and ``.png``, or ``offload_<card>``.
+    """
     check_kv_dtypes(dtypes)
     check_plots()
     path = get_model(model, console=console)
@@ -85,12 +95,15 @@ def run_offload(
     ) as progress:
         for dtype in dtypes:
             task = progress.add_task(f"{dtype}", total=rounds)
-            results[dtype] = _run_dtype(path, dtype, rounds, lambda t=task: progress.advance(t))
+            results[dtype] = _run_dtype(
+                path, dtype, rounds, host, lambda t=task: progress.advance(t)
+            )
     names = " ".join(f"--kv-cache-dtype {dtype}" for dtype in dtypes)
     write_result(
-        output / "offload.json",
-        f"deepinfer bench offload --model {model} --rounds {rounds} {names}",
+        output / f"{host.stem('offload')}.json",
+        f"deepinfer bench offload --model {model} --device {host.device} --rounds {rounds} {names}",
         {
+            **host.facts(),
             "pool_blocks": BLOCKS,
             "block_size": BLOCK_SIZE,
             "prompt_tokens": PROMPT_TOKENS,
@@ -101,18 +114,23 @@ def run_offload(
             },
         },
     )
-    _plot(results, output / "offload.png")
+    _plot(results, output / f"{host.stem('offload')}.png")
     console.print(_table(results))
     return all(r.as_it_should_be for done in results.values() for r in done)
 
 
-def _run_dtype(model: Path, dtype: str, rounds: int, advance: Any) -> list[Round]:
+def _run_dtype(model: Path, dtype: str, rounds: int, host: Host, advance: Any) -> list[Round]:
     questions = _questions(model)
-    right = unpressed(model, questions, kv_cache_dtype=dtype, block_size=BLOCK_SIZE)
+    # One request runs at a time, here as there: on a card, too, not a bit may differ.
+    right = unpressed(
+        model, questions, kv_cache_dtype=dtype, block_size=BLOCK_SIZE, device=host.device
+    )
     config = ClusterConfig(
         model=str(model),
         workers=1,
+        device=host.device,
         kv_cache_dtype=dtype,
+        kv_quality="off",  # speed is what is measured, also of random weights
         block_size=BLOCK_SIZE,
         max_cache=f"{BLOCKS} blocks",
         port=0,

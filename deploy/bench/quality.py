@@ -146,7 +146,8 @@ def cut_windows(tokenizer: Tokenizer, text: str, plan: Plan) -> tuple[list[list[
 def _measure(path: Path, plan: Plan, text: str, advance: Callable[..., None]) -> dict[str, Any]:
     import torch
 
-    from deepinfer.deploy.bench.peers import EnginePeer, transformers_model
+    from deepinfer.deploy.bench.peers import EnginePeer
+    from deepinfer.deploy.bench.transformers_peer import transformers_model
     from deepinfer.kvstore.core.layout import resolve_kv_dtype
     from deepinfer.text.load import load_tokenizer
     from deepinfer.workers.backends.cpu import CpuBackend

@@ -41,7 +41,7 @@ def test_concurrency_beside_its_peers(folder: Path) -> None:
     load = Load(levels=(2, 1), prompt_tokens=16, max_tokens=5, rounds=2)
     run_concurrency(model=model, load=load, text=None, output=folder, console=Console(quiet=True))
     found = written(folder, "concurrency")
-    assert f"--model {model} --levels 2,1 --kv-cache-dtype fp16" in found["command"]
+    assert f"--model {model} --device cpu --levels 2,1 --kv-cache-dtype fp16" in found["command"]
     assert found["prompt_tokens"] == [16, 8]
     levels = found["results"]["fp16"]
     assert list(levels) == ["1", "2"]

@@ -49,7 +49,8 @@ def keep_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everybody_generates_the_same(name: str) -> None:
-    from deepinfer.deploy.bench.peers import EnginePeer, TransformersPeer
+    from deepinfer.deploy.bench.peers import EnginePeer
+    from deepinfer.deploy.bench.transformers_peer import TransformersPeer
 
     model = random_model(CONFIGS[name], seed=3)
     decoder = Decoder(model, CpuBackend(threads=1))
@@ -72,7 +73,7 @@ def test_everybody_generates_the_same(name: str) -> None:
 
 
 def test_a_model_that_is_not_built_is_refused_by_name() -> None:
-    from deepinfer.deploy.bench.peers import TransformersPeer
+    from deepinfer.deploy.bench.transformers_peer import TransformersPeer
 
     model = random_model(replace(LLAMA, rotary_dim=4), seed=3)
     with pytest.raises(ConfigError, match=r"4 of 8.* in phi3 alone, not in llama: use --no"):
