@@ -174,8 +174,9 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
       for (int p = 0; p < HELD; ++p)
         if (p < mine) advance(values[p], x_sums[p], warp + p * WARPS, 0);
     } else {
+      const int start = tile + gridDim.y < tiles ? warp : steps;  // of the next tile; steps: none
       for (int step = warp; step < steps; step += WARPS)
-        advance(values[0], x_sums[0], step, step + WARPS < steps ? step + WARPS : warp);
+        advance(values[0], x_sums[0], step, step + WARPS < steps ? step + WARPS : start);
     }
     // A pair of columns fills a line of 32, turned so that neither side meets itself in a bank.
 #pragma unroll

@@ -3,10 +3,8 @@
 // several times the traffic of W.
 //
 // X is stored as fragments, [chunk][n-tile][lane] 16 bytes each, so that every read is one
-// conflict-free 512-byte access. Scales multiply the weights, each rounded to half once as by
-// expand_w4.cu: sums of 64 columns by group would not fit in registers twice. Where N alone makes
-// too few CTAs, gridDim.z of them split K; the last to come adds the partial sums in the order of
-// the splits.
+// conflict-free 512-byte access. Where N alone makes too few CTAs, gridDim.z of them split K; the
+// last to come adds the partial sums in the order of the splits.
 #pragma once
 #include "gemm.cuh"
 
@@ -102,32 +100,39 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
   clear(acc);
   auto multiply = [&](const typename F::Tile(&tiles)[MT], const uint4* values, int k) {
 #pragma unroll
-    for (int chunk = 0; chunk < F::CHUNKS; ++chunk) {
-      if (!weights.live(chunk, k)) break;
-      u32 a[MT][2][4];
+    for (int first = 0; first < F::CHUNKS; first += GROUP) {
+      if (!weights.live(first, k)) break;
+      float group[MT][NT][4];
+      if (F::GROUP_CHUNKS) clear(group);
+      auto& into = F::GROUP_CHUNKS ? group : acc;
 #pragma unroll
-      for (int i = 0; i < MT; ++i) {
-        weights.fragments(tiles[i], chunk, a[i]);
-        if (F::GROUP_CHUNKS)
+      for (int chunk = first; chunk < first + GROUP; ++chunk) {
+        if (!weights.live(chunk, k)) break;
+        u32 a[MT][2][4];
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const __half2 scale = __half2half2(weights.scale(tiles[i], chunk / GROUP, half));
+        for (int i = 0; i < MT; ++i) weights.fragments(tiles[i], chunk, a[i]);
 #pragma unroll
-            for (int v = 0; v < 4; ++v) {
-              u32& pair = a[i][v / 2][half + 2 * (v % 2)];
-              pair = h2u(__hmul2(u2h(pair), scale));
-            }
+        for (int j = 0; j < NT; ++j) {
+          const uint4 b = values[(chunk * NT + j) * 32 + lane];
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            mma16816(into[i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], b.x, b.y);
+            mma16816(into[i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], b.z, b.w);
           }
-      }
-#pragma unroll
-      for (int j = 0; j < NT; ++j) {
-        const uint4 b = values[(chunk * NT + j) * 32 + lane];
-#pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          mma16816(acc[i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], b.x, b.y);
-          mma16816(acc[i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], b.z, b.w);
         }
       }
+      if (F::GROUP_CHUNKS)
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float scale = __half2float(weights.scale(tiles[i], first / GROUP, half));
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+              for (int v = 2 * half; v < 2 * half + 2; ++v)
+                acc[i][j][v] += scale * group[i][j][v];
+          }
     }
   };
   for (int step = begin; step < end; step += DEPTH) {
