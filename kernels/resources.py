@@ -37,7 +37,7 @@ class SmLimits:
 
 ARCHS: Final = {
     "sm_86": SmLimits(65536, 1536, 16, 100 * 1024, 99 * 1024),
-    "sm_90": SmLimits(65536, 2048, 32, 228 * 1024, 227 * 1024),
+    "sm_90a": SmLimits(65536, 2048, 32, 228 * 1024, 227 * 1024),
 }
 """What the kernels are compiled for in CI: the target, and the card they are measured on."""
 
@@ -51,19 +51,25 @@ class Occupancy:
     limit: Limit
 
 
-def all_specs() -> Iterator[KernelSpec]:
-    """Every kernel that production may launch: ``specs()`` of each module of this folder."""
-    for module in sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)])):
-        specs: Callable[[], Iterator[KernelSpec]] | None = getattr(
-            importlib.import_module(f"deepinfer.kernels.{module}"), "specs", None
-        )
-        if specs is not None:
+def all_specs(arch: str) -> Iterator[KernelSpec]:
+    """Every kernel that production may launch where they are compiled for ``arch``.
+
+    That is ``specs()`` of each module of this folder, or its ``specs_for(arch)`` where not all
+    cards launch the same.
+    """
+    for name in sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)])):
+        module = importlib.import_module(f"deepinfer.kernels.{name}")
+        specs_for: Callable[[str], Iterator[KernelSpec]] | None = getattr(module, "specs_for", None)
+        specs: Callable[[], Iterator[KernelSpec]] | None = getattr(module, "specs", None)
+        if specs_for is not None:
+            yield from specs_for(arch)
+        elif specs is not None:
             yield from specs()
 
 
 def compile_all(arch: str) -> list[Compiled]:
     """Compile every kernel for ``arch``; no GPU needed. Raises CompileError for the first bad."""
-    return precompile(dict.fromkeys(all_specs()), arch)
+    return precompile(dict.fromkeys(all_specs(arch)), arch)
 
 
 def occupancy(

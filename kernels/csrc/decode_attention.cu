@@ -14,6 +14,8 @@
 // grains into a ring in shared memory with cp.async, STAGES tiles ahead, and reads them back
 // itself. So bytes under way cost no registers, and the ring needs no barrier and has no bank
 // conflicts. (Scales are the exception: four lanes copy what all read, hence the __syncwarp.)
+// With BULK (Hopper) one lane asks the copy engine for a warp's whole tile, rows as they lie, and
+// the warp waits on a barrier a stage: no lane spends instructions or load slots on the copies.
 // Offsets of a lane are opaque to the compiler, or it would work out every address anew instead
 // of adding a constant in the instruction.
 //
@@ -223,8 +225,8 @@ DEV void copy_tile(u8* k_to, u8* v_to, const u8* k, const u8* v) {
                            v + ((r & 1) + 8 * (r >> 1)) * R::V_ROW + i * 8 * R::V_GRAIN);
 }
 
-template <int FORMAT, int D, int COLUMNS, int WARPS, int STAGES, bool BULK, int SHARE>
-__global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : BULK ? 8 : 12) / (WARPS * SHARE))
+template <int FORMAT, int D, int COLUMNS, int WARPS, int STAGES, bool BULK>
+__global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : BULK ? 8 : 12) / WARPS)
     paged_decode(__half* __restrict__ out,            // [rows, heads, D]
                  float* __restrict__ partial_out,     // [rows, kv_heads, partitions, group, D]
                  float2* __restrict__ partial_ml,     // the same without D: maximum (log2), weight
@@ -242,20 +244,15 @@ __global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : BULK 
   // follow: a vote instead of six shuffles for most tiles. Scaled weights need the room.
   constexpr float SLACK = R::Kv::SCALED ? 0.f : 6.f;
   extern __shared__ __align__(16) u8 shared[];
-  constexpr int SUMS_BYTES = WARPS * HEADS * STRIDE * 4;
-  constexpr int HEAD_BYTES = WARPS * R::WARP_BYTES > SUMS_BYTES ? WARPS * R::WARP_BYTES : SUMS_BYTES;
-  __shared__ u64 all_barriers[SHARE * WARPS][BULK ? STAGES : 1];
-  __shared__ float all_m[SHARE][WARPS][HEADS], all_l[SHARE][WARPS][HEADS];
+  __shared__ u64 all_barriers[WARPS][BULK ? STAGES : 1];
+  __shared__ float warp_m[WARPS][HEADS], warp_l[WARPS][HEADS];
   __shared__ int is_last;
 
-  const int share = SHARE == 1 ? 0 : threadIdx.x / THREADS;
-  const int thread = SHARE == 1 ? threadIdx.x : threadIdx.x % THREADS;
-  const int kv_head = blockIdx.x * SHARE + share, row = blockIdx.y, part = blockIdx.z;
-  const int kv_heads = gridDim.x * SHARE, partitions = gridDim.z;
-  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  auto& warp_m = all_m[share];
-  auto& warp_l = all_l[share];
-  auto& barriers = all_barriers[share * WARPS + warp];
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int g = lane >> 2, t = lane & 3;
+  const int kv_head = blockIdx.x, row = blockIdx.y, part = blockIdx.z;
+  const int kv_heads = gridDim.x, partitions = gridDim.z;
+  auto& barriers = all_barriers[warp];
   const int first_tile = part * (partition / TILE);
   const int* table = tables + (i64)row * table_stride;
 
@@ -286,7 +283,7 @@ __global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : BULK 
                 (BULK ? 0 : t * R::K_GRAIN);
   const u8* v = storage + v_offset + (head_rows + (BULK ? 0 : 2 * t)) * R::V_ROW +
                 (BULK ? 0 : g * R::V_GRAIN);
-  const u32 ring_at = share * HEAD_BYTES + warp * R::WARP_BYTES;
+  const u32 ring_at = warp * R::WARP_BYTES;
   u32 k_to = ring_at + R::k_lane(lane);
   u32 v_to = ring_at + R::V_AT + R::v_lane(lane);
   opaque(k_to);
@@ -435,7 +432,7 @@ __global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : BULK 
   // The ring's memory, all copies done, holds the warps' sums: [WARPS][HEADS][STRIDE].
   if constexpr (!BULK) cp_async_wait<0>();
   __syncthreads();
-  float* sums = reinterpret_cast<float*>(shared + share * HEAD_BYTES);
+  float* sums = reinterpret_cast<float*>(shared);
   const float gain = R::Kv::SCALED ? 1.f / SCALE_LIFT : code_gain<R::Kv::V_CODE>();
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++) {
@@ -500,8 +497,8 @@ __global__ void __launch_bounds__(32 * WARPS * SHARE, (COLUMNS == 1 ? 16 : BULK 
   if (used == 1) return;
 
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int* ticket = tickets + (i64)row * gridDim.x + blockIdx.x;
+  if (thread == 0) {
+    int* ticket = tickets + group_at;
     is_last = take_ticket(ticket) == used - 1;
     if (is_last) *ticket = 0;
   }

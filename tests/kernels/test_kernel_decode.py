@@ -13,7 +13,6 @@ from deepinfer.deploy.validate import decode_cases
 from deepinfer.deploy.validate.decode_cases import FORMATS, Kind
 from deepinfer.kernels import attention, reference, reference_decode
 from deepinfer.kernels.attention import DecodeWorkspace, KvView, partition_for, partitions
-from deepinfer.kernels.compiler import precompile
 from kernels.simt.build import COMPILER, emulator
 
 needs_emulator = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -28,7 +27,7 @@ INSTANCES = [
     ("fp8_e5m2", 64, 1),
     ("k16v8", 128, 4),
 ]
-BULK = [("fp16", 128, 8), ("int8", 64, 7), ("fp8", 96, 12)]
+BULK = [("fp16", 128, 8), ("int8", 64, 7), ("fp8", 96, 12), ("k16v8", 128, 4)]
 LENGTHS = [77, 0, 1, 16, 250]  # partial tiles, a padding row, a single token, a whole tile
 
 
@@ -136,15 +135,17 @@ class TestEmulated:
         assert torch.equal(alone.run(64)[0], whole[4])
 
 
-def test_bulk_instances_stay_in_registers() -> None:
-    pytest.importorskip("cupy", reason="compiling kernels needs CuPy")
-    specs = [
-        attention.decode_spec(FORMATS[name], dim, group, bulk=True) for name, dim, group in BULK
-    ]
-    for each in precompile(specs, "sm_90a"):
-        assert each.resources is not None
-        assert not each.resources.stack_bytes, each.spec.name
-        assert not each.resources.spill_bytes, each.spec.name
+@pytest.mark.parametrize(("target", "bulk"), [("sm_90a", True), ("sm_86", False)])
+@pytest.mark.parametrize("group", [8, 9])
+def test_device_specs_are_what_launches_there_need(
+    target: str, bulk: bool, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "device_target", lambda: target)
+    monkeypatch.setattr(attention, "_copies_in_bulk", attention._copies_in_bulk.__wrapped__)
+    for name, head_dim in (("fp16", 128), ("int8", 64)):
+        wanted = attention.decode_spec(FORMATS[name], head_dim, group, bulk=bulk)
+        assert list(attention.device_specs(FORMATS[name], head_dim, group, "cuda")) == [wanted]
+        assert wanted in set(attention.specs_for(target))
 
 
 def test_the_specification_agrees_with_the_plain_one() -> None:
