@@ -97,11 +97,20 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("qwen2", "fp16"), ("qwen2", "int8"), ("qwen3", "fp16"), ("phi3", "fp8")]
+    ("name", "dtype", "captured"),
+    [
+        ("qwen2", "fp16", False),
+        ("qwen2", "fp16", True),
+        ("qwen2", "int8", True),
+        ("qwen3", "fp16", False),
+        ("phi3", "fp8", True),
+    ],
 )
-def test_steps_of_every_kind_give_the_models_logits(name: str, dtype: str) -> None:
+def test_steps_of_every_kind_give_the_models_logits(name: str, dtype: str, captured: bool) -> None:
     config = MODELS[name]
     runner = cpu_runner(config, kv_cache_dtype=dtype)
+    if captured:  # decode steps of 1, 2, 4 and 8 rows, and all but attention of 64
+        assert runner.capture() == 4 + config.layers + 1
     model = SdpaModel(random_model(config), torch.float32, CPU)
     a, b = ids(36, 1), ids(25, 2)
     of_a, of_b = model.logits(a), model.logits(b)
@@ -119,6 +128,7 @@ def test_steps_of_every_kind_give_the_models_logits(name: str, dtype: str) -> No
     # And more rows than are fused: the same token in every one of them.
     found = runner.forward([step(b, 20, 21, at_b)] * (FUSED_ROWS + 2))
     assert error(found, of_b[[20]].expand_as(found)) < limit
+    assert (runner.counters.replays > 0) == captured
     assert float(of_a.abs().max()) > 20 * TOLERANCE["fp16"], "or errors would not show"
 
 

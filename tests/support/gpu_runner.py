@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor
 from deepinfer.deploy.bench.random_weights import random_model
 from deepinfer.kernels.attention import DecodeWorkspace
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
-from deepinfer.workers.gpu import decoder
+from deepinfer.workers.gpu import decoder, runner
 from deepinfer.workers.gpu.buffers import Buffers
+from deepinfer.workers.gpu.graphs import StepGraph
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.opening import make_runner
 from deepinfer.workers.gpu.runner import GpuRunner
@@ -21,8 +24,19 @@ from deepinfer.workers.gpu.shapes import model_specs
 from deepinfer.workers.gpu.weights import load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import kv_layout
+from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
 from kernels.simt.build import emulator, prebuild
+
+
+class ReplayRecorder:
+    """Stands in for ``graphs.Recorder``: what was launched is launched again."""
+
+    def record(self, step: Callable[[], None]) -> StepGraph:
+        step()
+        graph: Any = SimpleNamespace(replay=step)
+        return StepGraph(graph, kernels=1)
+
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -38,23 +52,27 @@ def emulated_gpu() -> Iterator[None]:
 
     with emulator(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "multiply_into_float32", multiply)
+        patch.setattr(runner, "recording", lambda: nullcontext(ReplayRecorder()))
         yield
 
 
 def cpu_runner(
     config: ModelConfig,
     *,
+    model: LoadedModel | None = None,
     kv_cache_dtype: str = "fp16",
     blocks: int = 32,
     rows: int = 64,
     sequences: int = 8,
     ahead: bool = True,
 ) -> GpuRunner:
-    """A runner for ``random_model(config)``: up to 4 rows fused, steps of up to ``rows``.
+    """A runner for ``model``, by default ``random_model(config)``.
+
+    Up to 4 rows are fused, steps have up to ``rows``.
 
     The pool has ``blocks`` and a spare one for each sequence, if it is to run ``ahead``.
     """
-    weights = load_weights(random_model(config), CPU, config.max_positions)
+    weights = load_weights(model or random_model(config), CPU, config.max_positions)
     pool = PagedPool(
         kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks + sequences
     )

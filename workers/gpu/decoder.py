@@ -11,6 +11,7 @@ Nothing here waits for the card or reads from it, so that all of it can be captu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,6 +40,8 @@ class WideStep:
     decodes: int
     partition: int
     """Tokens of a partition of ``paged_decode``."""
+    columns: int
+    """Of the block tables that the longest sequence needs."""
     spans: PrefillSpans | None
 
 
@@ -71,7 +74,7 @@ class GpuDecoder:
         for index, layer in enumerate(layers):
             linear_norm(qkv, hidden, layer.qkv, sumsq=sumsq, eps=eps, workspace=b.linear)
             self._write_kv(index, layer, qkv, inputs)
-            self._decode(index, mixed, qkv, inputs, partition)
+            self._decode(index, mixed, qkv, inputs.block_tables, inputs, partition)
             linear_residual(
                 hidden,
                 residual,
@@ -98,38 +101,61 @@ class GpuDecoder:
             workspace=b.linear,
         )
 
-    def wide(self, inputs: InputViews, step: WideStep) -> None:
-        """Write the step's KV; leave the final residual."""
-        config, layers = self.weights.config, self.weights.layers
-        b, rows, eps = self.buffers, step.rows, config.rms_eps
-        residual, hidden, qkv = b.residual[:rows], b.hidden[:rows], b.qkv[:rows]
-        mixed, branch = b.mixed[:rows], b.branch[:rows]
-        gate_up, gated = b.gate_up[:rows], b.gated[:rows]
-        embed(residual, None, None, inputs.token_ids, self.weights.embedding, None)
-        rms_norm(hidden, residual, layers[0].input_norm, eps)
-        for index, layer in enumerate(layers):
-            self._products(qkv, hidden, layer.qkv)
-            self._write_kv(index, layer, qkv, inputs)
-            if step.decodes:
-                count = step.decodes
-                self._decode(index, mixed[:count], qkv[:count], inputs, step.partition)
-            if step.spans is not None:
-                paged_prefill(
-                    mixed,
-                    self._queries(qkv),
-                    self._views[index],
-                    step.spans,
-                    inputs.block_tables,
-                    scale=self._scale,
-                )
-            self._products(branch, mixed.view(rows, -1), layer.out)
-            residual_add_norm(hidden, residual, branch, layer.mlp_norm, eps)
-            self._products(gate_up, hidden, layer.gate_up)
-            swiglu(gated, gate_up)
-            self._products(branch, gated, layer.down)
-            last = index + 1 == len(layers)
-            gamma = self.weights.norm if last else layers[index + 1].input_norm
+    def wide(
+        self, inputs: InputViews, step: WideStep, run: Callable[[int], None] | None = None
+    ) -> None:
+        """Write the step's KV; leave the final residual, and its norm in ``hidden``.
+
+        ``run(index)`` stands in for ``piece`` of ``step.rows`` rows where those are captured.
+        """
+        layers = len(self.weights.layers)
+        for index in range(layers + 1):
+            if run is None:
+                self.piece(index, inputs, step.rows)
+            else:
+                run(index)
+            if index < layers:
+                self._attend(index, inputs, step)
+
+    def piece(self, index: int, inputs: InputViews, rows: int) -> None:
+        """What a wide step does between the attention of layers ``index - 1`` and ``index``.
+
+        There is one piece more than there are layers: the first begins with the embedding, the
+        last ends with the final norm. They depend on nothing but the inputs and ``rows``.
+        """
+        layers, eps, b = self.weights.layers, self.weights.config.rms_eps, self.buffers
+        residual, hidden = b.residual[:rows], b.hidden[:rows]
+        last = index == len(layers)
+        gamma = self.weights.norm if last else layers[index].input_norm
+        if index == 0:
+            embed(residual, None, None, inputs.token_ids, self.weights.embedding, None)
+            rms_norm(hidden, residual, gamma, eps)
+        else:
+            before, branch = layers[index - 1], b.branch[:rows]
+            self._products(branch, b.mixed[:rows].view(rows, -1), before.out)
+            residual_add_norm(hidden, residual, branch, before.mlp_norm, eps)
+            self._products(b.gate_up[:rows], hidden, before.gate_up)
+            swiglu(b.gated[:rows], b.gate_up[:rows])
+            self._products(branch, b.gated[:rows], before.down)
             residual_add_norm(hidden, residual, branch, gamma, eps)
+        if not last:
+            self._products(b.qkv[:rows], hidden, layers[index].qkv)
+            self._write_kv(index, layers[index], b.qkv[:rows], inputs)
+
+    def _attend(self, index: int, inputs: InputViews, step: WideStep) -> None:
+        b, tables = self.buffers, inputs.block_tables[:, : step.columns]
+        if step.decodes:
+            count = step.decodes
+            self._decode(index, b.mixed[:count], b.qkv[:count], tables, inputs, step.partition)
+        if step.spans is not None:
+            paged_prefill(
+                b.mixed[: step.rows],
+                self._queries(b.qkv[: step.rows]),
+                self._views[index],
+                step.spans,
+                tables,
+                scale=self._scale,
+            )
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits of rows that went through the final norm: a part of ``buffers.logits``."""
@@ -159,14 +185,20 @@ class GpuDecoder:
         )
 
     def _decode(
-        self, index: int, out: Tensor, qkv: Tensor, inputs: InputViews, partition: int
+        self,
+        index: int,
+        out: Tensor,
+        qkv: Tensor,
+        tables: Tensor,
+        inputs: InputViews,
+        partition: int,
     ) -> None:
         rows = qkv.shape[0]
         paged_decode(
             out,
             self._queries(qkv),
             self._views[index],
-            inputs.block_tables[:rows],
+            tables[:rows],
             inputs.lens[:rows],
             scale=self._scale,
             partition=partition,

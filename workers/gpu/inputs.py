@@ -176,6 +176,12 @@ class StepInputs:
         return fields
 
 
+def on_card(numbers: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A few numbers on a device. Nothing is waited for, as a copy that is not pinned would."""
+    host = torch.tensor(numbers, dtype=dtype)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 _SHAPES_MAX = 512
 """Shapes whose views are remembered; steps with prompts come in any number of rows."""
 

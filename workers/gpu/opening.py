@@ -19,6 +19,7 @@ from deepinfer.workers.gpu.budget import (
     CONTEXT_BYTES,
     GRAPH_BYTES,
     MIB,
+    PIECES_BYTES,
     SLACK_BYTES,
     MemoryBudget,
     blocks_that_fit,
@@ -29,7 +30,7 @@ from deepinfer.workers.gpu.bus import probe_bus
 from deepinfer.workers.gpu.card import Card, GpuMemoryError
 from deepinfer.workers.gpu.copying import CardCopies, CudaCopyDevice
 from deepinfer.workers.gpu.decoder import GpuDecoder
-from deepinfer.workers.gpu.graphs import buckets, row_bucket
+from deepinfer.workers.gpu.graphs import buckets, row_bucket, wide_buckets
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.sampler import GpuSampler
@@ -120,7 +121,8 @@ def open_gpu(
     fused_rows = min(
         sequences, *(linear.max_rows(w) for each in weights.layers for w in layer_weights(each))
     )
-    wanted = list(buckets(sequences, model.config.max_positions))
+    decode = len(list(buckets(sequences, model.config.max_positions)))
+    wide = len(list(wide_buckets(rows)))
     with _fitting("scratch", budget):
         buffers = Buffers.allocate(
             model.config,
@@ -137,7 +139,7 @@ def open_gpu(
         - before
         + layout.payload_bytes(sequences)
         + SLACK_BYTES,
-        graphs=len(wanted) * GRAPH_BYTES,
+        graphs=decode * GRAPH_BYTES + wide * PIECES_BYTES,
     )
     verdict = None
     if settle is not None:

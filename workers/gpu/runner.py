@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,11 +20,14 @@ from deepinfer.workers.gpu.decoder import GpuDecoder, WideStep
 from deepinfer.workers.gpu.graphs import (
     Bucket,
     DecodeGraphs,
+    PieceGraphs,
     buckets,
     context_bucket,
+    recording,
     row_bucket,
+    wide_buckets,
 )
-from deepinfer.workers.gpu.inputs import InputShape, InputViews, StepInputs
+from deepinfer.workers.gpu.inputs import InputShape, InputViews, StepInputs, on_card
 from deepinfer.workers.gpu.limits import StepLimits, check_slices
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit
@@ -89,6 +92,7 @@ class GpuRunner:
             pool.device,
         )
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         self._spares = tuple(spares)
         self._last: Sequence[SequenceSlice] = ()
         self._foreseen: tuple[Foreseen, ...] = ()
@@ -99,14 +103,18 @@ class GpuRunner:
 
     @torch.inference_mode()
     def capture(self) -> int:
-        """Capture a graph for every bucket that steps may need; returns how many."""
-        graphs = DecodeGraphs(self._decode)
-        with _no_collection():
+        """Capture graphs for every bucket that steps may need; returns how many."""
+        with recording() as recorder:
+            decode = DecodeGraphs(recorder, self._decode)
+            pieces = PieceGraphs(recorder, len(self.decoder.weights.layers) + 1, self._piece)
             for bucket in buckets(self._limits.sequences, self._limits.context):
                 self._inputs.write((), (), self._shape(bucket))
-                graphs.capture(bucket)
-        self._graphs = graphs
-        return len(graphs)
+                decode.capture(bucket)
+            for rows in wide_buckets(self._limits.rows):
+                self._inputs.write((), (), self._wide_shape(rows))
+                pieces.capture(rows)
+        self._graphs, self._pieces = decode, pieces
+        return len(decode) + len(pieces)
 
     def warm_up(self) -> None:
         """Run a step with a prompt in it, over spare blocks: libraries load on first use.
@@ -205,7 +213,7 @@ class GpuRunner:
         if self._poor == POOR_MAX:
             self._poor, self._pause = 0, PAUSE_STEPS
         if claim.copies:
-            copy_blocks(self.pool.storage, self._on_card(claim.copies, torch.int32))
+            copy_blocks(self.pool.storage, on_card(claim.copies, torch.int32, self.pool.device))
         return claim if used else None
 
     def _claimed(self, claim: Claim) -> Tensor:
@@ -213,12 +221,12 @@ class GpuRunner:
         count = len(claim.places)
         if claim.places == list(range(count)):
             return self.backend.first(count)
-        return self.backend.pick(self._on_card(claim.places, torch.int64))
+        return self.backend.pick(on_card(claim.places, torch.int64, self.pool.device))
 
     def _merge(self, slices: Sequence[SequenceSlice], claim: Claim) -> Tensor:
         """Logits of a plan of which only a part was computed ahead."""
         hits = [place for place in claim.places if place is not None]
-        there = self._on_card(hits, torch.int64)
+        there = on_card(hits, torch.int64, self.pool.device)
         known = self.decoder.buffers.logits.index_select(0, there)
         pairs = list(zip(slices, claim.places, strict=True))
         computed = self._compute([part for part, place in pairs if place is None])
@@ -231,15 +239,8 @@ class GpuRunner:
             elif part.logits:
                 order.append(new)
                 new += 1
-        index = self._on_card(order, torch.int64)
+        index = on_card(order, torch.int64, self.pool.device)
         return torch.cat((known, computed)).index_select(0, index)
-
-    def _on_card(self, numbers: Sequence[object], dtype: torch.dtype) -> Tensor:
-        """A small tensor on the card. Nothing is waited for, as a copy that is not pinned would."""
-        host = torch.tensor(numbers, dtype=dtype)
-        if self.pool.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.pool.device, non_blocking=True)
 
     def _compute(self, slices: Sequence[SequenceSlice]) -> Tensor:
         """Launch a step of ``slices``; the logits that they want."""
@@ -292,9 +293,14 @@ class GpuRunner:
             self.decoder.fused(inputs, rows, partition)
             self.decoder.fused_logits(rows)
         else:
-            self.decoder.wide(inputs, WideStep(rows, rows, partition, None))
+            columns = self._columns(bucket.context)
+            self.decoder.wide(inputs, WideStep(rows, rows, partition, columns, None))
             self.decoder.logits(buffers.hidden[:rows])
         self.backend.choose_greedily(rows)
+
+    def _piece(self, index: int, rows: int) -> None:
+        """Launch a piece of a wide step: what a graph of it holds."""
+        self.decoder.piece(index, self._inputs.views(self._wide_shape(rows)), rows)
 
     def _wide(self, slices: Sequence[SequenceSlice]) -> tuple[InputViews, list[int]]:
         """Launch a step with prompts in it; also returns each slice's first row."""
@@ -306,7 +312,12 @@ class GpuRunner:
             row += counts[index]
         longest = max(part.start + count for part, count in zip(slices, counts, strict=True))
         context = context_bucket(longest, self._limits.context)
-        shape = InputShape(row, len(slices), self._columns(context))
+        columns = self._columns(context)
+        rows = None if self._pieces is None else self._pieces.bucket(row)
+        if rows is None:
+            shape = InputShape(row, len(slices), columns)
+        else:
+            shape = self._wide_shape(rows)
         inputs = self._inputs.write(slices, order, shape)
         decodes = sum(count == 1 for count in counts)
         spans = [
@@ -335,7 +346,11 @@ class GpuRunner:
                 spans, group=group, tile_rows=tile_rows, split=split, device=self.pool.device
             )
         partition = self._partition(row_bucket(max(1, decodes)) or decodes, context)
-        self.decoder.wide(inputs, WideStep(row, decodes, partition, plan))
+        step = WideStep(shape.rows, decodes, partition, columns, plan)
+        if self._pieces is None or rows is None:
+            self.decoder.wide(inputs, step)
+        else:
+            self.decoder.wide(inputs, step, functools.partial(self._pieces.replay, rows))
         return inputs, firsts
 
     def _picked_logits(self, slices: Sequence[SequenceSlice], inputs: InputViews) -> Tensor:
@@ -367,21 +382,12 @@ class GpuRunner:
     def _shape(self, bucket: Bucket) -> InputShape:
         return InputShape(bucket.rows, bucket.rows, self._columns(bucket.context))
 
+    def _wide_shape(self, rows: int) -> InputShape:
+        """Of a wide step whose pieces are captured: block tables have one place for all."""
+        return InputShape(rows, self._limits.sequences, self._columns(self._limits.context))
+
     def _columns(self, context: int) -> int:
         return -(-context // self.pool.layout.block_size)
 
     def _partition(self, rows: int, context: int) -> int:
         return partition_for(rows, self.config.kv_heads, context, self._multiprocessors)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep cycles with CUDA objects from being freed meanwhile: captures allow no such calls."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
