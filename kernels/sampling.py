@@ -28,6 +28,8 @@ _THREADS: Final = 256
 _SLICE: Final = 2048
 _BINS: Final = 2048
 _LEVELS: Final = 4
+_NARROW_CTAS: Final = 1024
+"""Of all rows; a histogram costs a CTA about as much as two slices do."""
 _STATES: Final = 8
 _REALS: Final = 6
 _WHOLES: Final = 7
@@ -235,10 +237,12 @@ def _cut(
 ) -> None:
     """Find the last token that is kept, digit by digit."""
     seen = params.seen if len(params.seen) else None
+    slices, rows, _ = _grid(logits, vocab)
+    grid = min(slices, max(1, _NARROW_CTAS // rows)), rows, 1
     for level in range(_LEVELS):
         launch(
             _NARROW[seen is not None],
-            _grid(logits, vocab),
+            grid,
             (
                 np.int32(phase),
                 np.int32(level),

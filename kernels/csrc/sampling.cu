@@ -1,7 +1,8 @@
 // From logits to token ids: greedy, or drawn after min-p, top-k and top-p, without a sort.
 //
 // Grid: (slices of SLICE ids, rows); blocks of THREADS, each thread EACH ids that follow each other.
-// In every pass the last CTA of a row, by its ticket, decides for the row.
+// sample_narrow may have fewer CTAs a row, which then take several slices each. In every pass the
+// last CTA of a row, by its ticket, decides for the row.
 //
 // A token's *key* is how far its logit lies below the row's largest, divided by the temperature, in
 // fixed point: the less, the likelier. Its *weight* is exp(-that), in fixed point as well. Sums and
@@ -240,28 +241,30 @@ sample_narrow(i32 phase, i32 level, const float* logits, i64 stride, i32 vocab,
   if (r.wholes[MODE] != DRAW || state[phase == TOP_K ? OPEN_K : OPEN_P] != 1) return;
 
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) counts[bin] = 0, sums[bin] = 0;
-  double values[EACH];
-  load_slice<PENALTIES>(values, r, seen, blockIdx.x, adjusted);
   __syncthreads();
   const Scale scale(r, state);
   const u64 prefix = state[PREFIX];
   const int shift = KEY_BITS - DIGIT * (level + 1);
-  const int first = blockIdx.x * SLICE + threadIdx.x * EACH;
-  for (int j = 0; j < EACH; ++j) {
-    const double depth = scale.depth(values[j]);
-    if (!(depth < FAR)) continue;
-    const u64 key = key_of(depth);
-    if (level > 0 && key >> (shift + DIGIT) != prefix) continue;
-    if (!scale.within(key, first + j)) continue;
-    const int bin = int(key >> shift) & (BINS - 1);
-    if (phase == TOP_K) {
-      if (!scale.weighs(depth)) continue;
-    } else {
-      const u64 weight = scale.weight(depth);
-      if (weight == 0) continue;
-      atomicAdd(sums + bin, weight);
+  for (int slice = blockIdx.x; slice * SLICE < vocab; slice += gridDim.x) {
+    double values[EACH];
+    load_slice<PENALTIES>(values, r, seen, slice, adjusted);
+    const int first = slice * SLICE + threadIdx.x * EACH;
+    for (int j = 0; j < EACH; ++j) {
+      const double depth = scale.depth(values[j]);
+      if (!(depth < FAR)) continue;
+      const u64 key = key_of(depth);
+      if (level > 0 && key >> (shift + DIGIT) != prefix) continue;
+      if (!scale.within(key, first + j)) continue;
+      const int bin = int(key >> shift) & (BINS - 1);
+      if (phase == TOP_K) {
+        if (!scale.weighs(depth)) continue;
+      } else {
+        const u64 weight = scale.weight(depth);
+        if (weight == 0) continue;
+        atomicAdd(sums + bin, weight);
+      }
+      atomicAdd(counts + bin, 1u);
     }
-    atomicAdd(counts + bin, 1u);
   }
   __syncthreads();
   u32* row_counts = all_counts + row * BINS;

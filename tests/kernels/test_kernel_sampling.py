@@ -49,6 +49,15 @@ def test_ties_go_to_the_lowest_ids(top_k: int, top_p: float, device: str) -> Non
     cases.check_ties(top_k, top_p, VOCAB, device=device)
 
 
+@pytest.mark.parametrize("ctas", [1, 12])
+def test_ctas_may_take_several_slices(
+    ctas: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_NARROW_CTAS", ctas)  # one or two a row of three slices
+    cases.check_cut("everything", VOCAB, rows=6, device=device)
+    cases.check_penalties(VOCAB, device=device)
+
+
 def test_neighbours_of_floats_are_told_apart(device: str) -> None:
     cases.check_neighbours(device=device)
 
