@@ -20,6 +20,9 @@ COSINE_MIN_E5M2: Final = 0.999999
 ATTENTION_ERROR_MAX: Final = 0.001
 MODEL_RATIO_MAX: Final = 1.1
 """A model's error against float32 may be so many times that of torch's own FP16 attention."""
+MODEL_RATIO_MAX_QUANTISED: Final = 1.5
+"""With K and V quantised: a value beside a rounding boundary falls to either side in each of them,
+and then errs by a whole code."""
 
 
 class Miss(AssertionError):

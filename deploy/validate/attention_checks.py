@@ -96,6 +96,7 @@ def _decode(
 
 def _decode_codes(scope: Scope, dtype: str, head_dim: int, group: int) -> Check:
     """With one token the output is its V: every code of an 8-bit format must come out exactly."""
+    bulk = _bulk(scope)
 
     def run() -> Iterator[Accuracy]:
         heads = -(-256 // head_dim)
@@ -112,13 +113,15 @@ def _decode_codes(scope: Scope, dtype: str, head_dim: int, group: int) -> Check:
             case.v.view(word)[block, :, 0] = stored.view(word)
             if case.scales is not None:
                 case.scales[block, 1, :, 0] = 0.5
-        out, expected = case.run(16), case.expected()
-        if not torch.equal(out.double(), expected):
-            raise Miss("a single token's V does not come out as it is stored")
-        yield decode_cases.judge(case, out, expected)
+        expected = case.expected()
+        for copies in bulk:
+            out = case.run(16, bulk=copies)
+            if not torch.equal(out.double(), expected):
+                raise Miss("a single token's V does not come out as it is stored")
+            yield decode_cases.judge(case, out, expected)
 
     name = f"every V code d{head_dim} group {group}"
-    return Check("paged_decode", dtype, name, run, _decode_specs(dtype, head_dim, group, (None,)))
+    return Check("paged_decode", dtype, name, run, _decode_specs(dtype, head_dim, group, bulk))
 
 
 def _decode_specs(

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from deepinfer.deploy.bench.sdpa_model import SdpaModel
-from deepinfer.deploy.validate.accuracy import MODEL_RATIO_MAX, Accuracy, Miss
+from deepinfer.deploy.validate.accuracy import (
+    MODEL_RATIO_MAX,
+    MODEL_RATIO_MAX_QUANTISED,
+    Accuracy,
+    Miss,
+)
 from deepinfer.deploy.validate.checks import Check
 from deepinfer.kvstore.core.layout import KvDtype, KvLayout, resolve_kv_dtype
 from deepinfer.workers.backends.cpu import quantise_int8
@@ -82,17 +87,22 @@ def model_checks(
             exact = _logits(trial, torch.float32, device, kept)
             own = _logits(trial, torch.float16, device, kept)
             for name, (rows, found) in native.items():
-                yield beside(f"{trial.name} {dtype} {name}", found, exact[rows], own[rows])
+                what = f"{trial.name} {dtype} {name}"
+                yield beside(what, found, exact[rows], own[rows], exactly=kept is None)
 
         yield Check("model", dtype, trial.name, run)
 
 
-def beside(what: str, found: Tensor, exact: Tensor, own: Tensor) -> Accuracy:
-    """Root mean squares of the errors of ``found`` and ``own``, logits of the same rows."""
+def beside(what: str, found: Tensor, exact: Tensor, own: Tensor, *, exactly: bool) -> Accuracy:
+    """Root mean squares of the errors of ``found`` and ``own``, logits of the same rows.
+
+    ``exactly``: K and V are kept as they are.
+    """
     if not bool(torch.isfinite(found).all()):
         raise Miss(f"{what}: logits are not finite")
     error, allowed = ((each - exact).double().square().mean().sqrt() for each in (found, own))
-    return Accuracy(what, float(error), MODEL_RATIO_MAX * float(allowed))
+    ratio = MODEL_RATIO_MAX if exactly else MODEL_RATIO_MAX_QUANTISED
+    return Accuracy(what, float(error), ratio * float(allowed))
 
 
 def _steps(runner: GpuRunner, trial: Trial) -> dict[str, tuple[list[int], Tensor]]:

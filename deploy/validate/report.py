@@ -24,6 +24,7 @@ RULES: Final = {
     "attention_half_ulps_from_2_on": 2,
     "linear_half_ulps": 2,
     "model_error_over_sdpa_fp16_max": accuracy.MODEL_RATIO_MAX,
+    "model_error_over_sdpa_fp16_max_quantised": accuracy.MODEL_RATIO_MAX_QUANTISED,
 }
 
 
