@@ -162,7 +162,11 @@ class LocalLink:
             self.unacknowledged.append(put)
 
     async def get(self, ticket: Ticket, into: Into) -> Outcome:
-        """Copy a payload out of the store and check the copy."""
+        """Copy a payload out of the store and check the copy, or have it taken from there.
+
+        Raises ConnectionError when the link is gone; also when it went while the payload was taken:
+        the pages may have been another's then.
+        """
         granted = await self._call({"op": "begin_get", "ticket": wire.ticket_to_list(ticket)})
         status = wire.status_from_proto(granted["status"])
         if status is not StoreStatus.OK:
@@ -170,6 +174,7 @@ class LocalLink:
         read = wire.read_from_list(granted["hold"])
         stop = threading.Event()
         self._copies += 1
+        held = False
         try:
             manifest = wire.manifest_from_bytes(granted["manifest"])
             buffers = into(manifest)
@@ -192,6 +197,9 @@ class LocalLink:
             self._copy_done(None)
             with contextlib.suppress(OSError):
                 await self._frames.send({"op": "end_get", "read": [*read]})
+                held = True  # a store that had given the pages away would have hung up first
+        if callable(buffers) and not held:
+            raise ConnectionAbortedError("the store hung up")
         if copying.good:
             return Outcome(StoreStatus.OK, manifest, "")
         return Outcome(StoreStatus.BAD_PAYLOAD, manifest, "the copied bytes have another hash")

@@ -117,8 +117,9 @@ class LocalServer:
             if connection is not None:
                 for task in connection.tasks:
                     task.cancel()
-                # A reader that lost its connection may still copy, but it will find the bytes
-                # wrong if they change: its pages need not wait. A writer's must.
+                # A reader that lost its connection may still copy, but it finds the bytes wrong if
+                # they change, or cannot say that it has done: its pages need not wait. A writer's
+                # must.
                 for read in sorted(connection.reads):
                     self._runtime.end_get(read)
             frames.close()

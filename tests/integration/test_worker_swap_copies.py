@@ -28,7 +28,7 @@ from deepinfer.workers.core.events import (
 from deepinfer.workers.gpu.copying import CardCopies, Event, Way
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.swap import KvIdentity, StoreSwapper
-from kvstore_kit import TOKEN, WRITER, Store, running_store
+from kvstore_kit import TOKEN, WRITER, Store, running_store, until
 from support.copy_device import LazyDevice
 
 STORE = StoreId("store-n")
@@ -189,6 +189,27 @@ def test_an_aborted_put_is_waited_for(path: Path) -> None:
         assert await bench.answer() == PutDone(TICKET, False, 0, 0, "aborted")
 
     run(path, main)
+
+
+def test_what_was_taken_after_the_store_hung_up_is_not_used() -> None:
+    """The store lends the pages to others then, and what was verified may not be what is taken."""
+
+    async def main(bench: Bench) -> None:
+        assert (await bench.put()).ok
+        await bench.commit()
+        bench.device.gated = Way.IN
+        bench.swapper.fetch(FETCH)
+        assert await asyncio.to_thread(bench.device.reached.wait, 10)
+        (client,) = bench.swapper._clients.values()
+        assert client._link is not None
+        await client._link._frames.send({"op": "nonsense"})
+        await until(bench.store, reads=0)
+        bench.device.gate.set()
+        done = await bench.answer()
+        assert isinstance(done, FetchDone)
+        assert (done.status, done.detail) == (StoreStatus.UNREACHABLE, "the store hung up")
+
+    run("memfd", main)
 
 
 def test_a_payload_that_is_wrong_further_on_is_not_used() -> None:
