@@ -196,7 +196,7 @@ _MERGE_TOKENS: Final = 8
 ``sqrt(8 n)`` a partition cost least when multiprocessors abound."""
 
 _PARTITION_STEP: Final = 64
-"""Half as much is at best 3 % faster for a short context alone, twice as much is slower."""
+"""For one sequence of 512 tokens on an H200, 32 are at most 3 % faster, 128 up to 10 % slower."""
 
 
 def paged_decode(

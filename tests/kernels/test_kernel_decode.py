@@ -255,10 +255,12 @@ def test_partitions_fit_every_bucket() -> None:
 def test_partitions_make_about_one_cta_a_multiprocessor() -> None:
     for rows, context, partition in [
         (64, 2048, 2048),
+        (64, 512, 512),
         (40, 2048, 1024),
         (16, 8192, 2048),
         (16, 2048, 512),
         (1, 8192, 256),  # where merging 66 partitions would cost more than it saves
+        (1, 2048, 128),
         (1, 512, 64),
     ]:
         assert partition_for(rows, 2, context, 132) == partition
