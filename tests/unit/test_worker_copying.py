@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
+from deepinfer.kvstore.host_pool import Slab
 from deepinfer.workers.gpu import copying
-from deepinfer.workers.gpu.copying import CardCopies
+from deepinfer.workers.gpu.copying import CardCopies, CudaCopyDevice
 from deepinfer.workers.pool import PagedPool, Wait
 from support.copy_device import LazyDevice
 
@@ -191,3 +192,27 @@ def test_bytes_that_cannot_be_written_are_kept_until_they_are_read(card: Card) -
     torch.zeros(SIZE, dtype=torch.uint8)  # takes the memory, were it free
     finish(wait)
     assert card.held()[4] == 33
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("registered", [True, False])
+def test_on_a_card(registered: bool) -> None:
+    """Bytes there and back, and a fence behind a step that takes a while."""
+    device = torch.device("cuda")
+    copies = CardCopies(CudaCopyDevice(device))
+    pool = PagedPool(LAYOUT, BLOCKS, device, copies)
+    pool.storage.random_(0, 256)
+    slab = Slab.create("a test", 1 << 20)
+    undo = copies.register(np.frombuffer(slab.view, np.uint8).ctypes.data, slab.length)
+    assert undo is not None
+    host = slab.view[: 3 * SIZE] if registered else memoryview(bytearray(3 * SIZE))
+    slow = torch.ones(4096, 4096, device=device)
+    for _ in range(20):
+        slow = slow @ slow
+    pool.storage[4] = 77
+    finish(pool.begin_out([3, 4, 1], host, pool.fence()))
+    finish(pool.begin_in([0, 7, 6], host, pool.fence()))
+    assert torch.equal(pool.storage[[0, 7, 6]], pool.storage[[3, 4, 1]])
+    assert bool((pool.storage[7] == 77).all())
+    undo()
+    slab.close()
