@@ -146,7 +146,7 @@ def _back_to_back(
         SequenceSlice((token,), position, table, True)
         for token, table in zip(ids, tables, strict=True)
     ]
-    times = []
+    times: list[float] = []
     for _ in range(_ROUNDS):
         runner.forward(slices)
         begin, end = _event(), _event()

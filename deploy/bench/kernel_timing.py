@@ -22,7 +22,7 @@ _COPY_BYTES: Final = (1 << 30, 1 << 33)
 
 def graph_us(calls: Sequence[Callable[[], object]], rounds: int = _ROUNDS) -> float:
     """Median microseconds of one of ``calls``, which are captured together, in their order."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in (calls[0], calls[-1]):  # what is loaded or allocated on first use
@@ -34,7 +34,7 @@ def graph_us(calls: Sequence[Callable[[], object]], rounds: int = _ROUNDS) -> fl
                 call()
         graph.replay()
         graph.replay()
-        times = []
+        times: list[float] = []
         for _ in range(rounds):
             begin, end = _event(), _event()
             begin.record()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -213,14 +213,11 @@ class _Bench:
             say(dtype)
             own += list(time_decode(self._shape, dtype, self._cells))
             torch.cuda.empty_cache()
-        peers = []
+        peers: list[dict[str, Any]] = []
         for mode in DECODE_MODES if builds is not None else ():
             say(f"FlashInfer, {mode}")
-            peers += self._of_flashinfer(
-                builds,
-                mode,
-                lambda mode=mode: time_flashinfer_decode(self._shape, mode, self._cells),
-            )
+            times = time_flashinfer_decode(self._shape, mode, self._cells)
+            peers += self._of_flashinfer(builds, mode, times)
         return {"own": own, "flashinfer": self._flashinfer, "peers": peers}
 
     def _prefill(self, say: Say, builds: Builds | None) -> dict[str, Any]:
@@ -237,22 +234,19 @@ class _Bench:
                 peers += list(time_sdpa(self._shape, name))
         for mode in PREFILL_MODES if builds is not None else ():
             say(f"FlashInfer, {mode}")
-            peers += self._of_flashinfer(
-                builds,
-                mode,
-                lambda mode=mode: (
-                    time_flashinfer_prefill(self._shape, mode, name) for name in PREFILLS
-                ),
-            )
+            times = (time_flashinfer_prefill(self._shape, mode, name) for name in PREFILLS)
+            peers += self._of_flashinfer(builds, mode, times)
         return {"flop_per_s": rate, "own": own, "flashinfer": self._flashinfer, "peers": peers}
 
     def _of_flashinfer(
-        self, builds: Builds, mode: str, measure: Callable[[], Iterator[dict[str, Any]]]
+        self, builds: Builds | None, mode: str, times: Iterable[dict[str, Any]]
     ) -> list[dict[str, Any]]:
+        """What ``times`` yields, which begins only when its mode is compiled."""
+        assert builds is not None
         problem = builds.ready(mode, self._until)
         if problem is not None:
             return [{"mode": mode, "us": None, "error": problem}]
-        found = list(measure())
+        found = list(times)
         torch.cuda.empty_cache()
         return found
 

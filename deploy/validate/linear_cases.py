@@ -15,7 +15,8 @@ from torch import Tensor
 from deepinfer.deploy.validate import accuracy
 from deepinfer.deploy.validate.accuracy import Accuracy, Miss
 from deepinfer.kernels import linear, reference_linear
-from deepinfer.kernels.linear import F16Weight, Plan, TiledPlan, W4Weight, Weight, Workspace
+from deepinfer.kernels.linear import F16Weight, W4Weight, Weight, Workspace
+from deepinfer.kernels.linear_plans import AnyPlan
 
 Kind = Literal["normal", "outliers", "tiny", "saturating"]
 """Of ``x``: ``outliers``: some columns a thousand times larger; ``tiny``: halves without a
@@ -64,7 +65,7 @@ def inputs(rows: int, columns: int, kind: Kind, device: str) -> Tensor:
 
 
 def check_epilogues(
-    weight: Weight, rows: int, *, kind: Kind = "normal", plan: Plan | TiledPlan | None = None
+    weight: Weight, rows: int, *, kind: Kind = "normal", plan: AnyPlan | None = None
 ) -> Iterator[Accuracy]:
     """All four ways to finish a product, each twice: the same bits."""
     device = str(weight.device)

@@ -72,7 +72,7 @@ class SecondRun:
             code = self._process.wait(timeout=_GRACE_S)
         finally:
             self._process.kill()  # at an interrupt it is in the middle of its work
-            self._process.wait()
+            self._process.communicate()
         self._errors.seek(0)
         words = self._errors.read().strip()[-_WORDS_MAX:]
         self._errors.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,11 @@ TINY = ModelConfig(
     rope_theta=1e4,
     qkv_bias=True,
 )
-FACTS = {"shape": "tiny", "gpu": {"name": "emulator"}, "copy_bytes_per_s": {"1": 4e12}}
+FACTS: dict[str, Any] = {
+    "shape": "tiny",
+    "gpu": {"name": "emulator"},
+    "copy_bytes_per_s": {"1": 4e12},
+}
 
 
 @pytest.fixture

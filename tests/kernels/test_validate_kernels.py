@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from deepinfer.deploy.validate.checks import Check, Outcome, perform
 from deepinfer.deploy.validate.layer_checks import linear_checks, pointwise_checks
 from deepinfer.deploy.validate.model_checks import model_checks
 from deepinfer.deploy.validate.scope import KV_DTYPES, Scope, make_scope
+from deepinfer.deploy.validate.second import SecondRun
 from deepinfer.deploy.validate.subject import Subject, make_subject, random_ids
 from deepinfer.kernels import linear
 from deepinfer.kvstore.core.layout import KvLayout
@@ -87,10 +89,9 @@ def test_kernels_pass_every_kind_of_check() -> None:
 
 @needs_emulator
 def test_a_kernel_that_is_a_little_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(out: Tensor, *_: object, **__: object) -> None:
-        before = out.clone()
-        right(out, *_, **__)
-        out[-1, 0] += 0.004 if before.isnan().all() else 0.0
+    def wrong(out: Tensor, *arguments: Any, **options: Any) -> None:
+        right(out, *arguments, **options)
+        out[-1, 0] += 0.004
 
     right = linear.linear_norm
     check = next(iter(linear_checks(TINY)))
@@ -228,3 +229,15 @@ def test_random_4_bit_weights_are_the_same_numbers_both_ways() -> None:
     assert torch.equal(packed.dequantised(), model.weights.read(name).float())
     assert 0.4 < float(model.weights.read(name).float().square().sum(1).mean()) < 2
     assert model.weights.read_quantized("model.embed_tokens.weight") is None
+
+
+def test_a_second_process_that_ends_early_is_a_miss() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    seen: list[Outcome] = []
+    second = SecondRun(Subject(shape="smollm2"), "compute_86", quick=True, seen=seen.append)
+    second.finish(5)
+    [outcome] = seen
+    assert (outcome.target, outcome.kernel) == ("compute_86", "process")
+    assert outcome.misses[0].startswith("ended with code 1 after 0 of 5 checks: ")
+    assert "without CUDA" in outcome.misses[0] or "no CUDA device" in outcome.misses[0]
