@@ -30,7 +30,7 @@ def test_rows_and_padding_are_where_a_step_expects_them() -> None:
     assert views.token_ids.tolist() == [21, 31, 11, 12, 13, 0, 0, 0]
     assert views.positions.tolist() == [40, 5, 16, 17, 18, -1, -1, -1]
     assert views.sequences.tolist()[:5] == [0, 1, 2, 2, 2]
-    assert views.lens.tolist() == [41, 6, 19, 0]
+    assert views.lens.tolist() == [41, 6, 0, 0]  # of single tokens
     assert views.last_rows.tolist()[:2] == [4, 1]  # in the order of the slices
     assert views.block_tables[0].tolist() == [1, 2, 3]
     assert views.block_tables[1, :1].tolist() == [6]

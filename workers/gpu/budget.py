@@ -17,8 +17,8 @@ and on a card that workers share somebody else's may be most of it."""
 GRAPH_BYTES: Final = 2 * MIB
 """Set aside for each graph of a decode step before it is captured; 1.3 MiB were seen."""
 
-PIECES_BYTES: Final = 8 * MIB
-"""The same for all pieces of wide steps of one bucket of rows."""
+PIECES_BYTES: Final = 12 * MIB
+"""The same for all parts of wide steps of one bucket of rows; 9 MiB were seen."""
 
 SLACK_BYTES: Final = 256 * MIB
 """Set aside for cuBLAS's workspaces, the allocator's rounding and modules loaded later."""

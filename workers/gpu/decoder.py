@@ -74,7 +74,7 @@ class GpuDecoder:
         for index, layer in enumerate(layers):
             linear_norm(qkv, hidden, layer.qkv, sumsq=sumsq, eps=eps, workspace=b.linear)
             self._write_kv(index, layer, qkv, inputs)
-            self._decode(index, mixed, qkv, inputs.block_tables, inputs, partition)
+            self.decode(index, inputs, rows, inputs.block_tables.shape[1], partition)
             linear_residual(
                 hidden,
                 residual,
@@ -102,20 +102,39 @@ class GpuDecoder:
         )
 
     def wide(
-        self, inputs: InputViews, step: WideStep, run: Callable[[int], None] | None = None
+        self,
+        inputs: InputViews,
+        step: WideStep,
+        *,
+        piece: Callable[[int], None] | None = None,
+        decode: Callable[[int], None] | None = None,
     ) -> None:
         """Write the step's KV; leave the final residual, and its norm in ``hidden``.
 
-        ``run(index)`` stands in for ``piece`` of ``step.rows`` rows where those are captured.
+        ``piece(index)`` and ``decode(index)`` stand in for the methods of those names where what
+        they launch is captured.
         """
         layers = len(self.weights.layers)
         for index in range(layers + 1):
-            if run is None:
+            if piece is None:
                 self.piece(index, inputs, step.rows)
             else:
-                run(index)
-            if index < layers:
-                self._attend(index, inputs, step)
+                piece(index)
+            if index == layers:
+                break
+            if step.decodes and decode is None:
+                self.decode(index, inputs, step.decodes, step.columns, step.partition)
+            elif step.decodes and decode is not None:
+                decode(index)
+            if step.spans is not None:
+                paged_prefill(
+                    self.buffers.mixed[: step.rows],
+                    self._queries(self.buffers.qkv[: step.rows]),
+                    self._views[index],
+                    step.spans,
+                    inputs.block_tables[:, : step.columns],
+                    scale=self._scale,
+                )
 
     def piece(self, index: int, inputs: InputViews, rows: int) -> None:
         """What a wide step does between the attention of layers ``index - 1`` and ``index``.
@@ -142,20 +161,20 @@ class GpuDecoder:
             self._products(b.qkv[:rows], hidden, layers[index].qkv)
             self._write_kv(index, layers[index], b.qkv[:rows], inputs)
 
-    def _attend(self, index: int, inputs: InputViews, step: WideStep) -> None:
-        b, tables = self.buffers, inputs.block_tables[:, : step.columns]
-        if step.decodes:
-            count = step.decodes
-            self._decode(index, b.mixed[:count], b.qkv[:count], tables, inputs, step.partition)
-        if step.spans is not None:
-            paged_prefill(
-                b.mixed[: step.rows],
-                self._queries(b.qkv[: step.rows]),
-                self._views[index],
-                step.spans,
-                tables,
-                scale=self._scale,
-            )
+    def decode(
+        self, index: int, inputs: InputViews, rows: int, columns: int, partition: int
+    ) -> None:
+        """Attention of the first ``rows`` of a step, which have one token each."""
+        paged_decode(
+            self.buffers.mixed[:rows],
+            self._queries(self.buffers.qkv[:rows]),
+            self._views[index],
+            inputs.block_tables[:rows, :columns],
+            inputs.lens[:rows],
+            scale=self._scale,
+            partition=partition,
+            workspace=self.buffers.decode,
+        )
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits of rows that went through the final norm: a part of ``buffers.logits``."""
@@ -182,27 +201,6 @@ class GpuDecoder:
             k_norm=layer.k_norm,
             eps=weights.config.rms_eps,
             saturations=self.buffers.saturations,
-        )
-
-    def _decode(
-        self,
-        index: int,
-        out: Tensor,
-        qkv: Tensor,
-        tables: Tensor,
-        inputs: InputViews,
-        partition: int,
-    ) -> None:
-        rows = qkv.shape[0]
-        paged_decode(
-            out,
-            self._queries(qkv),
-            self._views[index],
-            tables[:rows],
-            inputs.lens[:rows],
-            scale=self._scale,
-            partition=partition,
-            workspace=self.buffers.decode,
         )
 
     def _queries(self, qkv: Tensor) -> Tensor:

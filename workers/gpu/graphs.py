@@ -13,7 +13,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 
@@ -23,8 +23,15 @@ ROW_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 WIDE_ROWS_STEP: Final = 64
 """Fewer rows cost as much: weights are read once."""
 
+MIXED_ROWS: Final = 16
+MIXED_CONTEXT: Final = 4096
+"""Of the smaller buckets of ``mixed_bucket``: each costs a graph a layer."""
+
 CONTEXT_BUCKETS: Final = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens of the longest sequence; beyond the last one buckets go on doubling."""
+
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,28 @@ def wide_buckets(rows_max: int) -> Iterator[int]:
         yield rows
         rows += max(WIDE_ROWS_STEP, 1 << (rows.bit_length() - 3))
     yield rows_max
+
+
+def wide_bucket(rows: int, rows_max: int) -> int | None:
+    """The bucket of a wide step of ``rows``; None: there is none."""
+    return min((each for each in wide_buckets(rows_max) if each >= rows), default=None)
+
+
+def mixed_bucket(decodes: int, longest: int, sequences: int, context: int) -> Bucket:
+    """What attention of a wide step's ``decodes`` is padded to: two sizes of either.
+
+    The ``longest`` of them has so many tokens; no step has more ``sequences`` or ``context``.
+    """
+    rows = min(MIXED_ROWS, sequences)
+    tokens = min(MIXED_CONTEXT, context)
+    return Bucket(rows if decodes <= rows else sequences, tokens if longest <= tokens else context)
+
+
+def mixed_buckets(sequences: int, context: int) -> Iterator[Bucket]:
+    """Every bucket that ``mixed_bucket`` returns."""
+    for rows in dict.fromkeys((min(MIXED_ROWS, sequences), sequences)):
+        for tokens in dict.fromkeys((min(MIXED_CONTEXT, context), context)):
+            yield Bucket(rows, tokens)
 
 
 def buckets(rows_max: int, context_max: int) -> Iterator[Bucket]:
@@ -145,40 +174,38 @@ class DecodeGraphs:
         self._graphs[bucket].graph.replay()
 
 
-class PieceGraphs:
-    """Graphs of the pieces of wide steps: all that lies between two layers' attention.
+class PieceGraphs(Generic[K]):
+    """Graphs of the parts of a wide step that are alike in all of them, for each of some sizes.
 
-    Attention itself is launched as it comes, for its grid depends on the prompts; the rest is nine
-    launches a layer less. ``step(index, rows)`` launches piece ``index`` of ``pieces``.
+    ``step(index, size)`` launches part ``index`` of ``parts``.
     """
 
-    def __init__(self, recorder: Recorder, pieces: int, step: Callable[[int, int], None]) -> None:
+    def __init__(self, recorder: Recorder, parts: int, step: Callable[[int, K], None]) -> None:
         self._recorder = recorder
-        self._pieces = pieces
+        self._parts = parts
         self._step = step
-        self._graphs: dict[int, list[StepGraph]] = {}
+        self._graphs: dict[K, list[StepGraph]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._graphs.values()))
 
-    def capture(self, rows: int) -> None:
-        """Capture the pieces of steps of ``rows`` rows, over whatever the inputs are."""
-        self._graphs[rows] = [
-            self._recorder.record(functools.partial(self._step, index, rows))
-            for index in range(self._pieces)
+    def __contains__(self, size: K) -> bool:
+        return size in self._graphs
+
+    def capture(self, size: K) -> None:
+        """Capture all parts of a size, over whatever the inputs are."""
+        self._graphs[size] = [
+            self._recorder.record(functools.partial(self._step, index, size))
+            for index in range(self._parts)
         ]
 
-    def bucket(self, rows: int) -> int | None:
-        """The rows that a step of ``rows`` is padded to; None: it is not captured."""
-        return min((each for each in self._graphs if each >= rows), default=None)
+    def kernels(self, size: K) -> int:
+        """Kernels of all parts of a size."""
+        return sum(each.kernels for each in self._graphs[size])
 
-    def kernels(self, rows: int) -> int:
-        """Kernels of all pieces of a bucket."""
-        return sum(each.kernels for each in self._graphs[rows])
-
-    def replay(self, rows: int, index: int) -> None:
-        """Launch a captured piece on the current stream."""
-        self._graphs[rows][index].graph.replay()
+    def replay(self, size: K, index: int) -> None:
+        """Launch a captured part on the current stream."""
+        self._graphs[size][index].graph.replay()
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:

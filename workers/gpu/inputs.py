@@ -44,7 +44,7 @@ class InputViews:
     sequences: Tensor
     """``[rows]``: the row of ``block_tables`` that each belongs to."""
     lens: Tensor
-    """``[sequences]``: tokens in the cache after this step; 0 marks padding."""
+    """``[sequences]``: tokens in the cache after this step; 0 marks padding, and chunks."""
     last_rows: Tensor
     """``[sequences]``: rows whose logits are wanted, in the order of the step's slices."""
     block_tables: Tensor
@@ -98,7 +98,7 @@ class StepInputs:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        (tables, ids, positions, sequences, lens, last_rows), views = self._fields(shape)
+        (tables, lens, last_rows, ids, positions, sequences), views = self._fields(shape)
         if shape.columns != self._columns:
             self._columns, self._tables = shape.columns, []
         del self._tables[shape.sequences :]  # other fields were written over the rest
@@ -115,7 +115,7 @@ class StepInputs:
                 sequences[row : row + count] = place
             row += count
             last[index] = row - 1
-            lens[place] = part.start + count
+            lens[place] = part.start + 1 if count == 1 else 0
             self._write_table(tables, place, index, tuple(part.block_table))
         ids[row:] = 0
         positions[row:] = -1
@@ -158,15 +158,15 @@ class StepInputs:
         places = _places(shape)
         sizes = (
             (shape.sequences, shape.columns),
-            (shape.rows,),
-            (shape.rows,),
-            (shape.rows,),
             (shape.sequences,),
             (shape.sequences,),
+            (shape.rows,),
+            (shape.rows,),
+            (shape.rows,),
         )
         spans = [(at, int(np.prod(size)), size) for at, size in zip(places, sizes, strict=False)]
         arrays = [self._array[at : at + count].reshape(size) for at, count, size in spans]
-        tables, ids, positions, sequences, lens, last_rows = (
+        tables, lens, last_rows, ids, positions, sequences = (
             self._card[at : at + count].view(size) for at, count, size in spans
         )
         fields = (arrays, InputViews(ids, positions, sequences, lens, last_rows, tables))
@@ -187,12 +187,12 @@ _SHAPES_MAX = 512
 
 
 def _places(shape: InputShape) -> list[int]:
-    """Where each field begins, block tables first, and where the last one ends.
+    """Where each field begins, and where the last one ends.
 
-    The tables come first so that they keep their place when the number of rows changes.
+    What belongs to sequences comes first: it keeps its place when the number of rows changes.
     """
     places, at = [], 0
-    fields = (shape.sequences * shape.columns, *(shape.rows,) * 3, *(shape.sequences,) * 2)
+    fields = (shape.sequences * shape.columns, *(shape.sequences,) * 2, *(shape.rows,) * 3)
     for size in fields:
         places.append(at)
         at += -(-size // _ALIGNMENT) * _ALIGNMENT

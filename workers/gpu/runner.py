@@ -23,8 +23,11 @@ from deepinfer.workers.gpu.graphs import (
     PieceGraphs,
     buckets,
     context_bucket,
+    mixed_bucket,
+    mixed_buckets,
     recording,
     row_bucket,
+    wide_bucket,
     wide_buckets,
 )
 from deepinfer.workers.gpu.inputs import InputShape, InputViews, StepInputs, on_card
@@ -92,7 +95,8 @@ class GpuRunner:
             pool.device,
         )
         self._graphs: DecodeGraphs | None = None
-        self._pieces: PieceGraphs | None = None
+        self._pieces: PieceGraphs[int] | None = None
+        self._mixed: PieceGraphs[Bucket] | None = None
         self._spares = tuple(spares)
         self._last: Sequence[SequenceSlice] = ()
         self._foreseen: tuple[Foreseen, ...] = ()
@@ -106,15 +110,19 @@ class GpuRunner:
         """Capture graphs for every bucket that steps may need; returns how many."""
         with recording() as recorder:
             decode = DecodeGraphs(recorder, self._decode)
-            pieces = PieceGraphs(recorder, len(self.decoder.weights.layers) + 1, self._piece)
+            layers = len(self.decoder.weights.layers)
+            pieces = PieceGraphs(recorder, layers + 1, self._piece)
+            mixed = PieceGraphs(recorder, layers, self._mixed_decode)
             for bucket in buckets(self._limits.sequences, self._limits.context):
                 self._inputs.write((), (), self._shape(bucket))
                 decode.capture(bucket)
             for rows in wide_buckets(self._limits.rows):
                 self._inputs.write((), (), self._wide_shape(rows))
                 pieces.capture(rows)
-        self._graphs, self._pieces = decode, pieces
-        return len(decode) + len(pieces)
+            for bucket in mixed_buckets(self._limits.sequences, self._limits.context):
+                mixed.capture(bucket)
+        self._graphs, self._pieces, self._mixed = decode, pieces, mixed
+        return len(decode) + len(pieces) + len(mixed)
 
     def warm_up(self) -> None:
         """Run a step with a prompt in it, over spare blocks: libraries load on first use.
@@ -302,6 +310,17 @@ class GpuRunner:
         """Launch a piece of a wide step: what a graph of it holds."""
         self.decoder.piece(index, self._inputs.views(self._wide_shape(rows)), rows)
 
+    def _mixed_decode(self, index: int, bucket: Bucket) -> None:
+        """Launch attention of a wide step's single tokens: what a graph of it holds."""
+        # What belongs to sequences has the same place whatever the step's rows.
+        self.decoder.decode(
+            index,
+            self._inputs.views(self._wide_shape(self._limits.rows)),
+            bucket.rows,
+            self._columns(bucket.context),
+            self._partition(bucket.rows, bucket.context),
+        )
+
     def _wide(self, slices: Sequence[SequenceSlice]) -> tuple[InputViews, list[int]]:
         """Launch a step with prompts in it; also returns each slice's first row."""
         counts = [len(part.token_ids) for part in slices]
@@ -313,7 +332,7 @@ class GpuRunner:
         longest = max(part.start + count for part, count in zip(slices, counts, strict=True))
         context = context_bucket(longest, self._limits.context)
         columns = self._columns(context)
-        rows = None if self._pieces is None else self._pieces.bucket(row)
+        rows = None if self._pieces is None else wide_bucket(row, self._limits.rows)
         if rows is None:
             shape = InputShape(row, len(slices), columns)
         else:
@@ -347,10 +366,17 @@ class GpuRunner:
             )
         partition = self._partition(row_bucket(max(1, decodes)) or decodes, context)
         step = WideStep(shape.rows, decodes, partition, columns, plan)
-        if self._pieces is None or rows is None:
+        if rows is None or self._pieces is None or self._mixed is None:
             self.decoder.wide(inputs, step)
         else:
-            self.decoder.wide(inputs, step, functools.partial(self._pieces.replay, rows))
+            bucket = mixed_bucket(decodes, longest, self._limits.sequences, self._limits.context)
+            fits = bucket.rows <= rows  # padding rows write zeros where others' results follow
+            self.decoder.wide(
+                inputs,
+                step,
+                piece=functools.partial(self._pieces.replay, rows),
+                decode=functools.partial(self._mixed.replay, bucket) if fits else None,
+            )
         return inputs, firsts
 
     def _picked_logits(self, slices: Sequence[SequenceSlice], inputs: InputViews) -> Tensor:
