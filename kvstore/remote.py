@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from deepinfer.kvstore import wire
 from deepinfer.kvstore.copying import SpreadWriter, byte_views, chunks
@@ -143,7 +144,8 @@ class RemoteLink:
             if not callable(buffers):
                 views = byte_views("into", buffers, manifest.payload_bytes)
                 return await self._receive(messages, manifest, views)
-            take, staged = buffers, [memoryview(bytearray(manifest.payload_bytes))]
+            # Not a bytearray: to clear a long one would hold up every thread.
+            take, staged = buffers, [np.empty(manifest.payload_bytes, np.uint8).data]
             outcome = await self._receive(messages, manifest, staged)
             if outcome.status is StoreStatus.OK:
                 stop = threading.Event()

@@ -52,11 +52,11 @@ class GatedDevice(LazyDevice):
         self.reached = threading.Event()
         self.gate = threading.Event()
 
-    def copies_event(self, way: Way) -> Event:
+    def copies_event(self, way: Way, stream: int) -> Event:
         if way is self.gated:
             self.reached.set()
             assert self.gate.wait(10)
-        return super().copies_event(way)
+        return super().copies_event(way, stream)
 
 
 class Bench:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepinfer.workers.gpu.copying import Event, PinError, Way
+from deepinfer.workers.gpu.copying import STREAMS, Event, PinError, Way
 
 
 class Mark(NamedTuple):
@@ -27,7 +27,10 @@ class LazyDevice:
     """
 
     def __init__(self) -> None:
-        self.streams: dict[str, list[Callable[[], None]]] = {"steps": [], "OUT": [], "IN": []}
+        self.copying = [f"{way.name}{stream}" for way in Way for stream in range(STREAMS)]
+        self.streams: dict[str, list[Callable[[], None]]] = {
+            stream: [] for stream in (*self.copying, "steps")
+        }
         self.done = dict.fromkeys(self.streams, 0)
         self.log: list[tuple[object, ...]] = []
         self.registered: dict[int, int] = {}
@@ -50,7 +53,7 @@ class LazyDevice:
 
     def finish(self) -> None:
         """Time passes: everything that was launched is done, steps last."""
-        for stream in ("OUT", "IN", "steps"):
+        for stream in (*self.copying, "steps"):
             self._advance(Mark(stream, len(self.streams[stream])))
 
     # ---- CopyDevice ----
@@ -58,21 +61,21 @@ class LazyDevice:
     def steps_event(self) -> Event:
         return self._mark("steps")
 
-    def wait_for(self, way: Way, event: Event) -> None:
+    def wait_for(self, way: Way, stream: int, event: Event) -> None:
         with self._lock:
             self.log.append(("wait", way, event))
-            self.streams[way.name].append(lambda: self._advance(event))
+            self.streams[f"{way.name}{stream}"].append(lambda: self._advance(event))
 
-    def copy(self, way: Way, target: int, source: int, size: int) -> None:
+    def copy(self, way: Way, stream: int, target: int, source: int, size: int) -> None:
         with self._lock:
             if self.copies_left == 0:
                 raise RuntimeError("the bus is broken")
             self.copies_left -= 1
             self.log.append(("copy", way, target, source, size))
-            self.streams[way.name].append(lambda: ctypes.memmove(target, source, size))  # type: ignore[arg-type]
+            self.streams[f"{way.name}{stream}"].append(lambda: ctypes.memmove(target, source, size))  # type: ignore[arg-type]
 
-    def copies_event(self, way: Way) -> Event:
-        return self._mark(way.name)
+    def copies_event(self, way: Way, stream: int) -> Event:
+        return self._mark(f"{way.name}{stream}")
 
     def synchronize(self, event: Event) -> None:
         with self._lock:
@@ -101,7 +104,7 @@ class LazyDevice:
 
     def in_flight(self) -> int:
         """Copies and waits that have not happened."""
-        return sum(len(self.streams[way.name]) - self.done[way.name] for way in Way)
+        return sum(len(self.streams[stream]) - self.done[stream] for stream in self.copying)
 
     def _mark(self, stream: str) -> Mark:
         with self._lock:

@@ -13,7 +13,7 @@ from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.kvstore.host_pool import Slab
 from deepinfer.workers.gpu import copying
 from deepinfer.workers.gpu.copying import CardCopies, CudaCopyDevice
-from deepinfer.workers.pool import PagedPool, Wait
+from deepinfer.workers.pool import PagedPool, Span, Wait
 from support.copy_device import LazyDevice
 
 LAYOUT = KvLayout(resolve_kv_dtype("int8"), 2, 2, 8, 4)
@@ -126,6 +126,25 @@ def test_adjacent_blocks_are_one_copy(
         at += count
     assert card.device.copied() == expected
     assert card.slab_held(len(block_ids)) == [block + 1 for block in block_ids]
+
+
+def test_many_runs_are_spread_over_the_streams() -> None:
+    card = Card()
+    ids = [6, 4, 2, 0, 7, 5, 3, 1]
+    card.pool.copy_out(ids, card.view(8))
+    assert [entry[0] for entry in card.device.log].count("synchronize") == 1
+    card.device.log.clear()
+    spans = [Span(card.pool.storage.data_ptr() + i * SIZE, SIZE) for i in (*ids, 0, 1)]
+    host = np.zeros(10 * SIZE, np.uint8)
+    card.copies.register(host.ctypes.data, host.size)
+    card.step(0, 55)
+    wait = card.copies.start_out(spans, host.ctypes.data, card.copies.fence())
+    assert wait is not None
+    wait()
+    kinds = [entry[0] for entry in card.device.log]
+    assert kinds == ["wait"] * 2 + ["copy"] * 10 + ["synchronize"] * 2
+    assert host[::SIZE].tolist() == [7, 5, 3, 55, 8, 6, 4, 2, 55, 2]
+    assert card.device.in_flight() == 0
 
 
 def test_memory_that_is_not_registered_goes_through_pinned_buffers(

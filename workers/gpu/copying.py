@@ -1,7 +1,8 @@
 """Copies between blocks on a card and host memory, beside the steps that go on meanwhile.
 
-Two *side streams* carry them, one a direction, so that what leaves and what comes in share the bus
-and neither waits for a step. What keeps a copy and the steps apart:
+*Side streams* carry them, so that what leaves and what comes in share the bus and neither waits for
+a step: in each direction two, in turn, for between two copies of one stream the bus idles as long
+as a quarter of a block takes. What keeps a copy and the steps apart:
 
 * A copy waits, on the card, for its *fence*: an event behind every step that was launched when the
   copy was asked for. The last step that touched its blocks is one of them, whether the copy reads
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import logging
 import queue
 import threading
@@ -39,6 +41,10 @@ STAGING_BYTES: Final = 1 << 20
 LANE_BUFFERS: Final = 2
 LANES: Final = 2
 """Copies that may be staged at once; others wait for their turn."""
+STREAMS: Final = 2
+"""In each direction."""
+FEW_SPANS: Final = 8
+"""More are spread over the streams; so few are not worth another event."""
 
 Event = Any
 """What a device's events are is its own business."""
@@ -62,16 +68,16 @@ class CopyDevice(Protocol):
         """An event behind everything that was launched for steps so far."""
         ...
 
-    def wait_for(self, way: Way, event: Event) -> None:
-        """Copies of that way which are asked for from now on wait for ``event``, on the card."""
+    def wait_for(self, way: Way, stream: int, event: Event) -> None:
+        """Copies on that stream which are asked for from now on wait for ``event``, on the card."""
         ...
 
-    def copy(self, way: Way, target: int, source: int, size: int) -> None:
+    def copy(self, way: Way, stream: int, target: int, source: int, size: int) -> None:
         """Start copying ``size`` bytes between addresses, one of which is the card's."""
         ...
 
-    def copies_event(self, way: Way) -> Event:
-        """An event behind every copy of that way so far."""
+    def copies_event(self, way: Way, stream: int) -> Event:
+        """An event behind every copy on that stream so far."""
         ...
 
     def synchronize(self, event: Event) -> None:
@@ -108,6 +114,7 @@ class CardCopies:
         self._refused = False
         self._lanes: queue.SimpleQueue[tuple[int, ...]] | None = None
         self._unstaged = False
+        self._turns = itertools.count()
 
     def fence(self) -> Event:
         """Behind every step launched so far."""
@@ -155,26 +162,36 @@ class CardCopies:
 
     def _start(self, way: Way, spans: Sequence[Span], host: int, fence: Event) -> Wait | None:
         device = self._device
-        device.wait_for(way, fence)
+        turn = next(self._turns) % STREAMS
         size = sum(span.size for span in spans)
         if not self._is_registered(host, size):
             lanes = self._staging()
             if lanes is not None:
-                self._staged(lanes, way, spans, host)
+                device.wait_for(way, turn, fence)
+                self._staged(lanes, way, turn, spans, host)
                 return None
+        streams: Sequence[int] = range(STREAMS) if len(spans) > FEW_SPANS else (turn,)
+        for stream in streams:
+            device.wait_for(way, stream, fence)
         try:
-            for span in spans:
-                self._copy(way, span.address, host, span.size)
+            for number, span in enumerate(spans):
+                self._copy(way, streams[number % len(streams)], span.address, host, span.size)
                 host += span.size
         except BaseException:
-            device.synchronize(device.copies_event(way))
+            for stream in streams:
+                device.synchronize(device.copies_event(way, stream))
             raise
-        event = device.copies_event(way)
-        return lambda: device.synchronize(event)
+        events = [device.copies_event(way, stream) for stream in streams]
 
-    def _copy(self, way: Way, card: int, host: int, size: int) -> None:
+        def wait() -> None:
+            for event in events:
+                device.synchronize(event)
+
+        return wait
+
+    def _copy(self, way: Way, stream: int, card: int, host: int, size: int) -> None:
         target, source = (host, card) if way is Way.OUT else (card, host)
-        self._device.copy(way, target, source, size)
+        self._device.copy(way, stream, target, source, size)
 
     def _is_registered(self, address: int, size: int) -> bool:
         return any(
@@ -205,6 +222,7 @@ class CardCopies:
         self,
         lanes: queue.SimpleQueue[tuple[int, ...]],
         way: Way,
+        stream: int,
         spans: Sequence[Span],
         host: int,
     ) -> None:
@@ -217,8 +235,8 @@ class CardCopies:
                 buffer = lane[number % len(lane)]
                 if way is Way.IN:
                     ctypes.memmove(buffer, host, piece.size)
-                self._copy(way, piece.address, buffer, piece.size)
-                event = self._device.copies_event(way)
+                self._copy(way, stream, piece.address, buffer, piece.size)
+                event = self._device.copies_event(way, stream)
                 under_way.append(_Staged(event, buffer, host, piece.size))
                 host += piece.size
             while under_way:
@@ -250,7 +268,10 @@ class CudaCopyDevice:
         self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
         self._steps = torch.cuda.current_stream(device)
         self._streams = {
-            way: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            way: [
+                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for _ in range(STREAMS)
+            ]
             for way in Way
         }
         self._kinds = {
@@ -262,15 +283,15 @@ class CudaCopyDevice:
     def steps_event(self) -> Event:
         return self._event(self._steps)
 
-    def wait_for(self, way: Way, event: Event) -> None:
-        self._streams[way].wait_event(event)
+    def wait_for(self, way: Way, stream: int, event: Event) -> None:
+        self._streams[way][stream].wait_event(event)
 
-    def copy(self, way: Way, target: int, source: int, size: int) -> None:
-        stream = self._streams[way].cuda_stream
-        self._runtime.memcpyAsync(target, source, size, self._kinds[way], stream)
+    def copy(self, way: Way, stream: int, target: int, source: int, size: int) -> None:
+        handle = self._streams[way][stream].cuda_stream
+        self._runtime.memcpyAsync(target, source, size, self._kinds[way], handle)
 
-    def copies_event(self, way: Way) -> Event:
-        return self._event(self._streams[way])
+    def copies_event(self, way: Way, stream: int) -> Event:
+        return self._event(self._streams[way][stream])
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()
