@@ -293,13 +293,13 @@ class ClusterConfig(BaseModel):
                 "use the cluster, and traffic is not encrypted (tls_cert, tls_key)"
             )
         dtype = resolve_kv_dtype(self.kv_cache_dtype).name
-        if dtype in ("fp8", "fp8_e5m2", "k16v8"):
+        if self.kv_quality == "off" and dtype in ("fp8", "fp8_e5m2", "k16v8"):
             what = "V is" if dtype == "k16v8" else "K and V are"
             found.append(
                 f"kv_cache_dtype = {self.kv_cache_dtype!r}: {what} cast to 8-bit floats without a "
                 "scale and values beyond their range saturate (counted in "
                 "deepinfer_worker_kv_saturations_total); some models lose much of their quality "
-                "even where nothing saturates"
+                "even where nothing saturates, and kv_quality = 'off' does not look"
             )
         return tuple(found)
 

@@ -264,6 +264,16 @@ def test_bad_configuration_is_one_message(
     home.assert_no_process()
 
 
+@pytest.mark.slow
+def test_a_kv_dtype_that_wrecks_the_model_is_refused_by_its_figures(
+    home: Home, config: Path
+) -> None:
+    said = home.refused("up", "--config", str(config), "--kv-quality", "strict")
+    for part in ("kv_cache_dtype = 'int8'", "K channel scales: KL ", "take --kv-cache-dtype fp16"):
+        assert part in said
+    home.assert_no_process()
+
+
 def test_a_missing_file_is_one_message_and_a_wrong_flag_is_the_command_lines(home: Home) -> None:
     assert "cannot be read" in home.refused("up", "--config", "nowhere.yaml")
     assert home.run("up", "--wokers", "2").returncode == 2

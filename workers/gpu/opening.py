@@ -143,7 +143,8 @@ def open_gpu(
     )
     verdict = None
     if settle is not None:
-        weights, verdict = _settled(settle, weights, buffers, layout, card, rows, fused_rows)
+        with _fitting("measurement of KV quality", budget):
+            weights, verdict = _settled(settle, weights, buffers, layout, card, rows, fused_rows)
     if settings.fill_card:
         blocks = blocks_that_fit(budget, layout, blocks)
     else:
