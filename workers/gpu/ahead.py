@@ -47,6 +47,11 @@ class Claim(NamedTuple):
     """Spare blocks, and the blocks that they are to be copied to first."""
 
     @property
+    def used(self) -> int:
+        """Slices that were computed ahead."""
+        return sum(place is not None for place in self.places)
+
+    @property
     def complete(self) -> bool:
         """Whether nothing is left to compute."""
         return None not in self.places
@@ -88,34 +93,76 @@ class Ahead:
         return token == self.tokens[place] and table[:whole] == row.block_table[:whole]
 
 
-def foresee(
-    slices: Sequence[SequenceSlice],
-    rows: Sequence[SampleRow],
-    *,
-    block_size: int,
-    spares: Sequence[int],
-    context: int,
-) -> tuple[Foreseen, ...]:
-    """What follows a step of ``slices``, whose tokens ``rows`` choose; empty: cannot be said.
+class Lookout:
+    """Says which step to launch ahead, and what of it a plan asks for.
 
-    Sequences that end by their length, or by the ``context``, are left out. Nothing is foreseen
-    while a prompt is being computed: its next chunk and everybody's next token are one step.
+    ``spares`` are the runner's blocks, one for each sequence of a step; without any, nothing is
+    foreseen. No token is at a position beyond ``context``.
     """
-    found: list[Foreseen] = []
-    if not all(part.logits for part in slices):
-        return ()
-    left = iter(spares)
-    for source, (part, row) in enumerate(zip(slices, rows, strict=True)):
-        start = part.start + len(part.token_ids)
-        if row.index + 1 >= row.params.max_tokens or start >= context:
-            continue
-        table = tuple(part.block_table)
-        spare = None
-        if start // block_size >= len(table):
-            spare = next(left)
-            table = (*table, spare)
-        found.append(Foreseen(source, start, table, spare))
-    return tuple(found)
+
+    def __init__(self, spares: Sequence[int], block_size: int, context: int) -> None:
+        self.spares = tuple(spares)
+        self._block_size = block_size
+        self._context = context
+        self._running: Sequence[SequenceSlice] = ()
+        self._foreseen: tuple[Foreseen, ...] = ()
+        self._ahead: Ahead | None = None
+        self._poor = self._pause = 0
+
+    def running(self, slices: Sequence[SequenceSlice]) -> None:
+        """A plan was launched, as far as it was not ahead; empty: nothing is to follow it."""
+        self._running = slices
+
+    def foresee(self, rows: Sequence[SampleRow]) -> tuple[Foreseen, ...]:
+        """What follows the plan whose tokens ``rows`` choose; empty: cannot be said, or need not.
+
+        Sequences that end by their length, or by the context, are left out. Nothing is foreseen
+        while a prompt is computed: its next chunk and everybody's next token are one step.
+        """
+        slices, self._running = self._running, ()
+        if self._pause:
+            self._pause -= 1
+            return ()
+        if not self.spares or len(rows) != len(slices) or not all(s.logits for s in slices):
+            return ()
+        found: list[Foreseen] = []
+        left = iter(self.spares)
+        for source, (part, row) in enumerate(zip(slices, rows, strict=True)):
+            start = part.start + len(part.token_ids)
+            if row.index + 1 >= row.params.max_tokens or start >= self._context:
+                continue
+            table = tuple(part.block_table)
+            spare = None
+            if start // self._block_size >= len(table):
+                spare = next(left)
+                table = (*table, spare)
+            found.append(Foreseen(source, start, table, spare))
+        self._foreseen = tuple(found)
+        return self._foreseen
+
+    def learn(self, tokens: Sequence[int], pool_copies: int) -> None:
+        """What was foreseen was launched, after those tokens and so many copies into the pool."""
+        self._ahead = Ahead(
+            self._foreseen,
+            tuple(tokens[row.source] for row in self._foreseen),
+            self._block_size,
+            pool_copies,
+        )
+
+    def claim(self, slices: Sequence[SequenceSlice], pool_copies: int) -> Claim | None:
+        """What of a plan was computed ahead; None: nothing."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.pool_copies != pool_copies:
+            return None
+        claim = ahead.claim(slices)
+        self._poor = self._poor + 1 if 2 * claim.used < len(ahead.rows) else 0
+        if self._poor == POOR_MAX:
+            self._poor, self._pause = 0, PAUSE_STEPS
+        return claim if claim.used else None
+
+    def forget(self) -> None:
+        """Nothing that was computed ahead will be asked for, or should be."""
+        self._ahead, self._running = None, ()
 
 
 def _key(start: int, table: tuple[int, ...], block_size: int) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import partition_for
 from deepinfer.kernels.pointwise import copy_blocks
-from deepinfer.kernels.prefill import PrefillSpan, plan_prefill, split_for, tile_rows_for
-from deepinfer.workers.gpu.ahead import PAUSE_STEPS, POOR_MAX, Ahead, Claim, Foreseen, foresee
+from deepinfer.kernels.prefill import PrefillSpan, plan_for
+from deepinfer.workers.gpu.ahead import Claim, Lookout
 from deepinfer.workers.gpu.decoder import GpuDecoder, WideStep
 from deepinfer.workers.gpu.graphs import (
     Bucket,
@@ -97,11 +97,7 @@ class GpuRunner:
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs[int] | None = None
         self._mixed: PieceGraphs[Bucket] | None = None
-        self._spares = tuple(spares)
-        self._last: Sequence[SequenceSlice] = ()
-        self._foreseen: tuple[Foreseen, ...] = ()
-        self._ahead: Ahead | None = None
-        self._poor = self._pause = 0
+        self._lookout = Lookout(spares, pool.layout.block_size, limits.context)
         if spares:
             sampler.follower = self
 
@@ -131,11 +127,11 @@ class GpuRunner:
         all of them takes longer than a step.
         """
         block_size = self.pool.layout.block_size
-        table = self._spares[: -(-WARM_UP_TOKENS // block_size)]
+        table = self._lookout.spares[: -(-WARM_UP_TOKENS // block_size)]
         if len(table) * block_size < WARM_UP_TOKENS or self._limits.rows < WARM_UP_TOKENS:
             return
         self.forward([SequenceSlice([0] * WARM_UP_TOKENS, 0, table, logits=True)])
-        self._last = ()
+        self._lookout.forget()
         gc.collect()
         gc.freeze()
 
@@ -160,26 +156,14 @@ class GpuRunner:
             logits = self._claimed(claim)
         else:
             logits = self._merge(slices, claim)
-        self._last = slices
+        self._lookout.running(slices)
         self.counters.steps += 1
         self.counters.prepare_ns += time.perf_counter_ns() - begin
         return logits
 
     def launch(self, rows: Sequence[SampleRow], ids: Tensor) -> bool:
         """Launch the step that follows the last one; what ``sampler.Follower`` asks for."""
-        slices, self._last = self._last, ()
-        if self._pause:
-            self._pause -= 1
-            return False
-        if len(rows) != len(slices):
-            return False
-        foreseen = foresee(
-            slices,
-            rows,
-            block_size=self.pool.layout.block_size,
-            spares=self._spares,
-            context=self._limits.context,
-        )
+        foreseen = self._lookout.foresee(rows)
         rows_bucket = row_bucket(len(foreseen))
         if not foreseen or rows_bucket is None:
             return False
@@ -196,33 +180,22 @@ class GpuRunner:
         torch.index_select(ids, 0, inputs.last_rows[:count], out=tokens)
         tokens.clamp_(min=0)  # a row without a token gets some, for the embedding's sake
         self._run(bucket)
-        self._foreseen = foreseen
         self.counters.ahead_rows += count
         return True
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Learn what the step ahead was computed for; what ``sampler.Follower`` asks for."""
-        self._ahead = Ahead(
-            self._foreseen,
-            tuple(tokens[row.source] for row in self._foreseen),
-            self.pool.layout.block_size,
-            self.pool.copies_in,
-        )
+        self._lookout.learn(tokens, self.pool.copies_in)
 
     def _claim(self, slices: Sequence[SequenceSlice]) -> Claim | None:
         """What of a plan was computed ahead; None: nothing."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.pool_copies != self.pool.copies_in:
+        claim = self._lookout.claim(slices, self.pool.copies_in)
+        if claim is None:
             return None
-        claim = ahead.claim(slices)
-        used = sum(place is not None for place in claim.places)
-        self.counters.ahead_used += used
-        self._poor = self._poor + 1 if 2 * used < len(ahead.rows) else 0
-        if self._poor == POOR_MAX:
-            self._poor, self._pause = 0, PAUSE_STEPS
+        self.counters.ahead_used += claim.used
         if claim.copies:
             copy_blocks(self.pool.storage, on_card(claim.copies, torch.int32, self.pool.device))
-        return claim if used else None
+        return claim
 
     def _claimed(self, claim: Claim) -> Tensor:
         """Logits of a plan that was computed ahead."""
@@ -281,7 +254,7 @@ class GpuRunner:
         """
         check_slices(slices, self.config, self.pool.layout, self._limits)
         self.backend.forget()
-        self._ahead, self._last = None, ()
+        self._lookout.forget()
         inputs, firsts = self._wide(slices)
         step = min(LOGIT_ROWS, self.decoder.buffers.logits.shape[0])
         for index, wanted in enumerate(rows):
@@ -347,22 +320,13 @@ class GpuRunner:
         group = self.config.heads // self.config.kv_heads
         plan = None
         if spans:
-            tile_rows = tile_rows_for(
-                spans,
-                group=group,
-                kv_heads=self.config.kv_heads,
-                sm_count=self._multiprocessors,
-            )
-            split = split_for(
+            plan = plan_for(
                 spans,
                 group=group,
                 kv_heads=self.config.kv_heads,
                 head_dim=self.config.head_dim,
-                tile_rows=tile_rows,
                 sm_count=self._multiprocessors,
-            )
-            plan = plan_prefill(
-                spans, group=group, tile_rows=tile_rows, split=split, device=self.pool.device
+                device=self.pool.device,
             )
         partition = self._partition(row_bucket(max(1, decodes)) or decodes, context)
         step = WideStep(shape.rows, decodes, partition, columns, plan)
