@@ -19,7 +19,11 @@ from deepinfer.kernels.attention import (
     partition_for,
     partitions,
 )
-from deepinfer.kernels.prefill import PrefillSpan, paged_prefill, plan_prefill, tile_rows_for
+from deepinfer.kernels.prefill import (
+    PrefillSpan,
+    paged_prefill,
+    plan_for,
+)
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.workers.gpu.card import Card
 from deepinfer.workers.gpu.shapes import kv_views
@@ -153,13 +157,14 @@ def time_prefill(shape: AttentionShape, dtype: str, name: str) -> dict[str, Any]
         tables[at, :own] = order[taken : taken + own]
         spans.append(PrefillSpan(row, new, start, at))
         row, taken = row + new, taken + own
-    tile_rows = tile_rows_for(
+    plan = plan_for(
         spans,
         group=shape.group,
         kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
         sm_count=shape.card.multiprocessors,
+        device=device,
     )
-    plan = plan_prefill(spans, group=shape.group, tile_rows=tile_rows, device=device)
     size = (rows, config.heads, config.head_dim)
     pairs = [
         (
@@ -179,7 +184,8 @@ def time_prefill(shape: AttentionShape, dtype: str, name: str) -> dict[str, Any]
     return {
         "kv_cache_dtype": dtype,
         "shape": name,
-        "tile_rows": tile_rows,
+        "tile_rows": plan.tile_rows,
+        "part_tokens": None if plan.split is None else plan.split.tokens,
         "us": us,
         "flop_per_s": work / us * 1e6,
     }

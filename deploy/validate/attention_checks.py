@@ -170,17 +170,23 @@ def _prefill(
     kind: Kind = "normal",
 ) -> Check:
     variants = _prefill_variants(scope, head_dim)
+    # Long contexts whole, and in parts that several CTAs attend to.
+    longest = max(start + rows for start, rows in parts)
+    cuts = [None, *(each for each in (256, 1024) if longest > each)]
 
     def run() -> Iterator[Accuracy]:
         case = prefill_cases.Case(
             dtype, head_dim, kv_heads, group, block_size, parts, gain, scope.device, kind
         )
         expected = case.expected()
-        for tile_rows, hopper in variants:
-            out = case.run(tile_rows, hopper=hopper)
+        for (tile_rows, hopper), part in itertools.product(variants, cuts):
+            out = case.run(tile_rows, hopper=hopper, part_tokens=part)
             yield case.judge(out, expected)
-            if not torch.equal(case.run(tile_rows, hopper=hopper), out):
-                raise Miss(f"{case}: two launches differ, {tile_rows} rows, hopper {hopper}")
+            if not torch.equal(case.run(tile_rows, hopper=hopper, part_tokens=part), out):
+                raise Miss(
+                    f"{case}: two launches differ, {tile_rows} rows, hopper {hopper}, parts of "
+                    f"{part} tokens"
+                )
 
     name = f"{kind} d{head_dim} {kv_heads}x{group} block {block_size} spans {list(parts)}"
     if gain != 1:
@@ -204,8 +210,9 @@ def _prefill_cuts(scope: Scope, dtype: str, head_dim: int, group: int) -> Check:
         ]
         expected = case.expected()
         for hopper in dict.fromkeys(each for _, each in variants):
-            whole = case.run(prefill.TILE_ROWS[-1], hopper=hopper)
-            if not torch.equal(case.run(prefill.TILE_ROWS[0], cut, hopper=hopper), whole):
+            rows = [rows for rows, each in variants if each == hopper]
+            whole = case.run(rows[-1], hopper=hopper)
+            if not torch.equal(case.run(rows[0], cut, hopper=hopper), whole):
                 raise Miss(f"{case}: a prompt that is cut has other bits, hopper {hopper}")
             yield case.judge(whole, expected)
 
@@ -214,16 +221,18 @@ def _prefill_cuts(scope: Scope, dtype: str, head_dim: int, group: int) -> Check:
 
 
 def _prefill_variants(scope: Scope, head_dim: int) -> tuple[tuple[int, bool], ...]:
-    hopper = (False, True) if scope.hopper and head_dim in prefill.HOPPER_HEAD_DIMS else (False,)
-    return tuple(itertools.product(prefill.TILE_ROWS, hopper))
+    variants = [(rows, False) for rows in prefill.TILE_ROWS]
+    if scope.hopper and head_dim in prefill.HOPPER_HEAD_DIMS:
+        variants.append((prefill.HOPPER_TILE_ROWS, True))
+    return tuple(variants)
 
 
 def _prefill_specs(
     dtype: str, head_dim: int, variants: Sequence[tuple[int, bool]]
 ) -> tuple[KernelSpec, ...]:
     return tuple(
-        (prefill.hopper_spec if hopper else prefill.prefill_spec)(
-            FORMATS[dtype], head_dim, tile_rows
-        )
+        prefill.hopper_spec(FORMATS[dtype], head_dim)
+        if hopper
+        else prefill.prefill_spec(FORMATS[dtype], head_dim, tile_rows)
         for tile_rows, hopper in variants
     )
