@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import source
+from deepinfer.kernels import overlapped, source
 
 TARGET_VARIABLE: Final = "DEEPINFER_KERNEL_TARGET"
 """Overrides what kernels are compiled for: ``compute_86`` runs the SM86 code on newer cards."""
@@ -66,13 +66,16 @@ class KernelSpec:
 
     ``source`` is a file of ``csrc``, ``name`` a C++ name expression in it
     (``paged_decode<KV_E4M3, 128, 1>``), ``threads`` the size of a block, ``shared_bytes`` the most
-    dynamic shared memory it may be launched with.
+    dynamic shared memory it may be launched with. With ``overlaps`` a launch may begin before the
+    kernel ahead of it in the stream has ended, on cards that can: see ``kernels.overlapped`` for
+    what such a kernel must do.
     """
 
     source: str
     name: str
     threads: int
     shared_bytes: int = 0
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= 1024:
@@ -156,7 +159,11 @@ def launch(
             )
     device = _current_device()
     function = _functions.get((spec, device)) or _load(spec, device)
-    function(grid, (spec.threads, 1, 1), values, shared_bytes, _stream(device))
+    if spec.overlaps and _can_overlap(device):
+        stream: int = torch._C._cuda_getCurrentRawStream(device)
+        overlapped.launch(function.ptr, grid, spec.threads, values, shared_bytes, stream)
+    else:
+        function(grid, (spec.threads, 1, 1), values, shared_bytes, _stream(device))
 
 
 @contextlib.contextmanager
@@ -276,6 +283,13 @@ def _load(spec: KernelSpec, device: int, compiled: Compiled | None = None) -> An
         driver.funcSetAttribute(function.ptr, attribute, spec.shared_bytes)
     _functions[spec, device] = function
     return function
+
+
+@functools.cache
+def _can_overlap(device: int) -> bool:
+    """Whether kernels compiled for ``device``, the current one, can wait for others."""
+    match = _ARCH.fullmatch(device_target())
+    return match is not None and int(match[2]) >= overlapped.TARGET_MIN
 
 
 class _ForeignStream:

@@ -142,7 +142,7 @@ def _spec(kind: str, leading: str, step: int, plan: AnyPlan) -> KernelSpec:
     if isinstance(plan, StreamPlan):
         cut = f"{leading}{plan.column_tiles}, {plan.warps}, {plan.stages}, {plan.held}"
         ring = plan.warps * plan.stages * _STAGE_BYTES[kind]
-        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_stream<{cut}>", threads, ring)
+        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_stream<{cut}>", threads, ring, True)
     cut = f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.warps}, {plan.depth}"
     if isinstance(plan, Plan):
         return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}<{cut}, {plan.ahead}>", threads)

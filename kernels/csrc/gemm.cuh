@@ -74,7 +74,7 @@ DEV void row_scales(const Finish& f, float* rstd, i32 m0, i32 M, i32 K) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
           const int m = m0 + first + b * WARPS;
-          if (m < M) s[b] += f.sumsq[static_cast<i64>(m) * f.partials + i];
+          if (m < M) s[b] += ld_cg(f.sumsq + static_cast<i64>(m) * f.partials + i);
         }
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {

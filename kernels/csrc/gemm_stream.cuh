@@ -75,7 +75,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
       const int m = m0 + 8 * j + g, k = step * STEP + 32 * chunk + 8 * t;
       values[j] = zero16();
       if (m < M && k < K)
-        values[j] = __ldg(reinterpret_cast<const uint4*>(x + static_cast<i64>(m) * K + k));
+        values[j] = ld_cg(reinterpret_cast<const uint4*>(x + static_cast<i64>(m) * K + k));
     }
   };
   // The sum of x that a zero point multiplies, in units of F::fragments: every row of the product
@@ -117,7 +117,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
       valid = m < M && n < N;
       if (valid && f.bias) bias = f.bias[n];
       if (valid && f.epilogue == RESIDUAL) {
-        before = f.residual[static_cast<i64>(m) * N + n];
+        before = ld_cg(f.residual + static_cast<i64>(m) * N + n);
         gamma = __half2float(f.gamma[n]);
       }
     }

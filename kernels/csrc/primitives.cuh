@@ -284,8 +284,9 @@ DEV void cp_async_wait() {
 }
 
 // Launched so that it may overlap the kernel before it in the stream (Hopper and later), a kernel
-// waits here until that one is done and its writes are seen; otherwise this does nothing. Before it
-// a kernel reads only what no other writes, and writes nothing.
+// waits here until that one is done and its writes have reached L2; otherwise this does nothing.
+// Before it a kernel reads only what no other writes, and writes nothing; after it it reads what
+// others wrote with `ld_cg`: this SM's L1 may hold what was there before.
 DEV void wait_for_inputs() {
 #if !defined(SIMT_EMULATION) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from deepinfer.kernels import compiler, source
+from deepinfer.kernels import compiler, overlapped, source
 from deepinfer.kernels.compiler import (
     Argument,
     Compiled,
@@ -216,3 +218,26 @@ def test_dynamic_shared_memory_is_allowed_whatever_its_size(
     spec = KernelSpec("scale.cu", "scale<3>", 32, 100 * 1024)
     with pytest.raises(KernelError, match="needs 102400 bytes of shared memory a block, a card"):
         compiler._load(spec, 0, Compiled(spec, "sm_86", "too_much", b"", None))
+
+
+def test_an_overlapped_launch_tells_the_driver_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    class Driver:
+        @staticmethod
+        def cuLaunchKernelEx(config: Any, function: Any, parameters: Any, extra: None) -> int:
+            plan = config._obj
+            attribute = overlapped._Attribute.from_address(plan.attributes)
+            address = ctypes.c_void_p.from_address(parameters[0]).value
+            number = ctypes.c_float.from_address(parameters[1]).value
+            seen.extend([[*plan.grid], [*plan.block], plan.shared_bytes, plan.stream])
+            seen.extend([plan.attribute_count, attribute.id, attribute.value])
+            seen.extend([function.value, address, number])
+            return len(seen) - 10
+
+    monkeypatch.setattr(overlapped, "_driver", Driver)
+    overlapped.launch(77, (1, 2, 3), 64, [4096, np.float32(0.5)], 512, 99)
+    assert seen == [[1, 2, 3], [64, 1, 1], 512, 99, 1, 6, 1, 77, 4096, 0.5]
+    assert (ctypes.sizeof(overlapped._Attribute), ctypes.sizeof(overlapped._Config)) == (72, 56)
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx returned 10"):
+        overlapped.launch(77, (1, 2, 3), 64, [4096, np.float32(0.5)], 512, 99)
