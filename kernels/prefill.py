@@ -34,12 +34,13 @@ TILE_ROWS: Final = (64, 128)
 HOPPER_HEAD_DIMS: Final = (64, 128)
 """Head dimensions of the kernel for Hopper's warpgroup products."""
 
+HOPPER_TILE_ROWS: Final = 128
+"""Packed rows that its CTAs compute."""
+
 _HOPPER_TILE: Final = 128
 """Tokens of its K and V tiles (``TILE`` in ``prefill_hopper.cu``)."""
 
 _HOPPER_TARGET: Final = "sm_90a"
-_HOPPER_CHOSEN: Final = False
-"""Whether launches choose it by themselves: not before it has been checked on such a card."""
 
 _ALIGNMENT: Final = 16
 _TILES_MAX: Final = 65535
@@ -115,6 +116,30 @@ def tile_rows_for(spans: Sequence[PrefillSpan], *, group: int, kv_heads: int, sm
     """128 packed rows a CTA, which read K and V half as often, unless that leaves SMs idle."""
     tiles = sum(-(-span.rows * group // TILE_ROWS[-1]) for span in spans)
     return TILE_ROWS[-1] if tiles * kv_heads >= sm_count else TILE_ROWS[0]
+
+
+def plan_for(
+    spans: Sequence[PrefillSpan],
+    *,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    sm_count: int,
+    device: torch.device,
+) -> PrefillSpans:
+    """``plan_prefill`` with the tiles and parts that end first on ``sm_count`` multiprocessors."""
+    split = split_for(
+        spans,
+        group=group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        tile_rows=TILE_ROWS[-1],
+        sm_count=sm_count,
+    )
+    tile_rows = TILE_ROWS[-1]
+    if split is None and not _chooses_hopper(device, head_dim):
+        tile_rows = tile_rows_for(spans, group=group, kv_heads=kv_heads, sm_count=sm_count)
+    return plan_prefill(spans, group=group, tile_rows=tile_rows, split=split, device=device)
 
 
 def split_for(
@@ -253,17 +278,23 @@ def paged_prefill(
     belong to no span keep their contents. Query head ``h`` reads KV head ``h // group``.
     Specification: ``reference_prefill.paged_prefill``.
 
-    On a card of compute capability 9.0 there are kernels of their own for ``HOPPER_HEAD_DIMS``,
-    which ``hopper`` False avoids and True asks for anywhere. Raises ValueError naming the argument.
+    On a card of compute capability 9.0 there are kernels of their own for ``HOPPER_HEAD_DIMS``
+    and plans of ``HOPPER_TILE_ROWS``, which ``hopper`` False avoids and True asks for anywhere.
+    Raises ValueError naming the argument.
     """
     _check(out, q, kv, spans, block_tables)
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
     if hopper and kv.head_dim not in HOPPER_HEAD_DIMS:
         raise ValueError(f"hopper: head_dim {kv.head_dim} is not one of {HOPPER_HEAD_DIMS}")
+    if hopper and spans.tile_rows != HOPPER_TILE_ROWS:
+        raise ValueError(f"hopper: tile_rows is {spans.tile_rows}, not {HOPPER_TILE_ROWS}")
     if hopper is None:
-        hopper = kv.head_dim in HOPPER_HEAD_DIMS and _is_hopper(out.device)
-    spec = (hopper_spec if hopper else prefill_spec)(kv.format, kv.head_dim, spans.tile_rows)
+        hopper = spans.tile_rows == HOPPER_TILE_ROWS and _chooses_hopper(out.device, kv.head_dim)
+    if hopper:
+        spec = hopper_spec(kv.format, kv.head_dim)
+    else:
+        spec = prefill_spec(kv.format, kv.head_dim, spans.tile_rows)
     args = (
         out,
         q,
@@ -315,41 +346,45 @@ def prefill_spec(
     )
 
 
-def hopper_spec(kv_format: int, head_dim: int, tile_rows: int) -> KernelSpec:
+def hopper_spec(kv_format: int, head_dim: int) -> KernelSpec:
     """As ``prefill_spec``, on Hopper; it compiles for ``sm_90a`` alone."""
     k_codes, v_codes = kv_format not in (KV_FP16, KV_K16V8), kv_format != KV_FP16
     # The sums of `Hopper` in prefill_hopper.cu: Q, two tiles each of K and V, staged codes twice,
     # scales, barriers, a ticket.
-    shared = (tile_rows + 4 * _HOPPER_TILE) * head_dim * 2
+    shared = (HOPPER_TILE_ROWS + 4 * _HOPPER_TILE) * head_dim * 2
     shared += 2 * _HOPPER_TILE * head_dim * (k_codes + v_codes)
     shared += 16 * _HOPPER_TILE if kv_format == KV_INT8 else 0
     shared += 64 + 16
     return KernelSpec(
         "prefill_hopper.cu",
-        f"paged_prefill_hopper<{kv_format}, {head_dim}, {tile_rows // 64}>",
-        2 * tile_rows + 128,
+        f"paged_prefill_hopper<{kv_format}, {head_dim}>",
+        2 * HOPPER_TILE_ROWS + 128,
         shared,
     )
 
 
+def _chooses_hopper(device: torch.device, head_dim: int) -> bool:
+    return head_dim in HOPPER_HEAD_DIMS and _is_hopper(device)
+
+
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return _HOPPER_CHOSEN and device.type == "cuda" and device_target() == _HOPPER_TARGET
+    return device.type == "cuda" and device_target() == _HOPPER_TARGET
 
 
 def device_specs(kv_format: int, head_dim: int, device: torch.device | str) -> Iterator[KernelSpec]:
-    """What launches over such a pool on ``device`` need: compile it before the first request."""
-    hopper = head_dim in HOPPER_HEAD_DIMS and _is_hopper(torch.device(device))
+    """What plans of ``plan_for`` need over such a pool: compile it before the first request."""
+    if _chooses_hopper(torch.device(device), head_dim):
+        yield hopper_spec(kv_format, head_dim)
+        return
     for tile_rows in TILE_ROWS:
-        yield (hopper_spec if hopper else prefill_spec)(kv_format, head_dim, tile_rows)
+        yield prefill_spec(kv_format, head_dim, tile_rows)
 
 
 def hopper_specs() -> Iterator[KernelSpec]:
     """What this module may launch besides ``specs()`` where kernels are compiled for sm_90a."""
-    for kv_format, head_dim, tile_rows in itertools.product(
-        KV_FORMATS, HOPPER_HEAD_DIMS, TILE_ROWS
-    ):
-        yield hopper_spec(kv_format, head_dim, tile_rows)
+    for kv_format, head_dim in itertools.product(KV_FORMATS, HOPPER_HEAD_DIMS):
+        yield hopper_spec(kv_format, head_dim)
 
 
 def specs() -> Iterator[KernelSpec]:

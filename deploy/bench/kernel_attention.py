@@ -19,11 +19,7 @@ from deepinfer.kernels.attention import (
     partition_for,
     partitions,
 )
-from deepinfer.kernels.prefill import (
-    PrefillSpan,
-    paged_prefill,
-    plan_for,
-)
+from deepinfer.kernels.prefill import PrefillSpan, paged_prefill, plan_for
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.workers.gpu.card import Card
 from deepinfer.workers.gpu.shapes import kv_views

@@ -1,10 +1,10 @@
 // Paged prefill attention on Hopper's warpgroup products (sm_90a).
 //
-// As prefill_attention.cu in meaning, arguments, packed rows and softmax; read that first. Each of
-// WGS warpgroups has 64 packed rows; one more, of few registers, feeds them: two of its warps copy K
-// and two V, in tiles of 128 tokens, swizzled, two tiles ahead at most. Quantised codes are staged
+// As prefill_attention.cu in meaning, arguments, packed rows and softmax; read that first. Two
+// warpgroups have 64 packed rows each; a third, of few registers, feeds them: two of its warps copy
+// K and two V, in tiles of 128 tokens, swizzled, two tiles ahead at most. Quantised codes are staged
 // as they are, and the same warps make halves of them. A warpgroup starts S of tile j + 1 and
-// P V of tile j together, and makes P of tile j + 1 during the latter. Two warpgroups take turns at
+// P V of tile j together, and makes P of tile j + 1 during the latter. The two take turns at
 // starting products, so that one exponentiates while the tensor cores work for the other.
 #include "kv_convert.cuh"
 #include "pipeline.cuh"
@@ -14,20 +14,21 @@
 constexpr int TILE = 128;   // tokens of a K or V tile
 constexpr int GROUPS = 8;   // of 16 tokens, which always lie in one block
 constexpr int ATOM = 128;   // bytes of a row of an operand tile: 64 halves
+constexpr int WGS = 2;      // warpgroups that compute
 constexpr int FEEDERS = 64; // threads that copy K; as many copy V
 constexpr float SLACK = 8;  // log2 of what a score may exceed the reference by
 
 // Named barriers: a warpgroup's turn, its own, that of V's feeders, that of all warpgroups.
 constexpr int TURN = 1, OWN = 3, FEED = 5, ALL = 6;
 
-template <int KV, int D, int WGS>
+template <int KV, int D>
 struct Hopper {
   using Traits = KvTraits<KV>;
   static constexpr bool K_CODES = Traits::K_CODE != CODE_F16, V_CODES = Traits::V_CODE != CODE_F16;
   static constexpr int COLUMNS = D / 64;                   // operand tiles side by side
   static constexpr int Q_TILE = 64 * ATOM;                 // 64 rows of 64 halves
   static constexpr int KV_BYTES = COLUMNS * TILE * ATOM;   // a tile of K or V
-  // Of a thread, where there are two warpgroups and the feeders: 168 on average.
+  // Of a thread; what it begins with is 168.
   static constexpr int FEED_REGISTERS = V_CODES ? 72 : 40, REGISTERS = (504 - FEED_REGISTERS) / 2;
   // Operand tiles begin at multiples of 1,024.
   static constexpr int Q = 0;                              // [WGS, COLUMNS] Q_TILE
@@ -184,14 +185,14 @@ DEV void feed(const Feed& f, int thread, int name) {
 // out half [rows, heads * D]; q half, rows `q_stride` elements apart, heads contiguous; tiles: see
 // prefill_parts.cuh; spans {first row of q and out, rows, start, row of tables}.
 // Grid (kv_heads, tiles), 128 * (WGS + 1) threads, Hopper<>::BYTES of dynamic shared memory.
-template <int KV, int D, int WGS>
+template <int KV, int D>
 __global__ void __launch_bounds__(128 * (WGS + 1), 1)
     paged_prefill_hopper(__half* __restrict__ out, const __half* __restrict__ q, i64 q_stride,
                          const u8* __restrict__ pool, i64 block_bytes, i64 k_offset, i64 v_offset,
                          i64 scale_offset, i32 block_shift, i32 kv_heads, i32 group, const int4* __restrict__ tiles,
                          const int4* __restrict__ spans, const i32* __restrict__ tables,
                          i32 table_stride, float scale_log2, float4* partials, i32* tickets) {
-  using H = Hopper<KV, D, WGS>;
+  using H = Hopper<KV, D>;
   constexpr int K_CODE = H::Traits::K_CODE, V_CODE = H::Traits::V_CODE;
   constexpr bool SCALED = H::Traits::SCALED;
   constexpr int ROWS = 64 * WGS, CHUNKS = D / 8;
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
   }
   __syncthreads();
   if (warpgroup == WGS) {
-    if constexpr (WGS == 2) registers_at_most<H::FEED_REGISTERS>();
+    registers_at_most<H::FEED_REGISTERS>();
     const int thread = tid & (FEEDERS - 1);
     const u8* const scales_from = pool + scale_offset + 2 * (kv_head << block_shift);
     Feed f{pool + k_offset, scales_from, tables + static_cast<i64>(span.w) * table_stride,
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
       feed<V_CODE, D, SCALED, true>(f, thread, FEED);
     }
   } else {
-    if constexpr (WGS == 2) registers_at_least<H::REGISTERS>();
+    registers_at_least<H::REGISTERS>();
     const int g = lane >> 2, t = lane & 3;
     const int warp_row = row0 + warp * 16;
     const bool busy = warp_row <= last;
@@ -358,14 +359,14 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
       if (lane == 0) arrive(empty + (j & 1));
     };
     auto take_turn = [&]() {
-      if constexpr (WGS == 2) named_sync(TURN + warpgroup, 256);
+      named_sync(TURN + warpgroup, 128 * WGS);
     };
     auto pass_turn = [&]() {
-      if constexpr (WGS == 2) named_arrive(TURN + (warpgroup ^ 1), 256);
+      named_arrive(TURN + (warpgroup ^ 1), 128 * WGS);
     };
 
     float keep[2] = {1.f, 1.f};
-    if (WGS == 2 && warpgroup == 1) named_arrive(TURN, 256);
+    if (warpgroup == 1) named_arrive(TURN, 128 * WGS);
     cp_async_wait<0>();
     fence_shared_for_wgmma();
     named_sync(OWN + warpgroup, 128);

@@ -38,13 +38,13 @@ EMULATED = [
 """(format, head_dim, tile_rows) of the instances that are run here."""
 
 HOPPER = [
-    *itertools.product([FORMATS["fp16"]], [64, 128], [64, 128]),
-    (FORMATS["int8"], 128, 128),
-    (FORMATS["fp8"], 64, 64),
-    (FORMATS["fp8_e5m2"], 64, 128),
-    (FORMATS["k16v8"], 128, 64),
+    *itertools.product([FORMATS["fp16"]], [64, 128]),
+    (FORMATS["int8"], 128),
+    (FORMATS["fp8"], 64),
+    (FORMATS["fp8_e5m2"], 64),
+    (FORMATS["k16v8"], 128),
 ]
-"""As ``EMULATED``, on Hopper; these are also compiled for it here."""
+"""(format, head_dim) on Hopper; these are also compiled for it here."""
 
 
 @pytest.fixture(scope="module")
@@ -109,33 +109,27 @@ def test_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "tile_rows", "group", "block_size", "parts"),
+    ("dtype", "head_dim", "group", "block_size", "parts"),
     [
-        ("fp16", 128, 128, 8, 16, ((37, 18), (0, 3), (300, 2), (500, 20))),
-        ("fp16", 64, 64, 1, 16, ((11, 200), (127, 2))),
-        ("int8", 128, 128, 7, 32, ((140, 10), (0, 5), (390, 20))),
-        ("fp8", 64, 64, 3, 32, ((0, 150), (300, 1))),
-        ("fp8_e5m2", 64, 128, 4, 16, ((250, 35),)),
-        ("k16v8", 128, 64, 7, 16, ((140, 10), (600, 2))),
+        ("fp16", 128, 8, 16, ((37, 18), (0, 3), (300, 2), (500, 20))),
+        ("fp16", 64, 1, 16, ((11, 200), (127, 2))),
+        ("int8", 128, 7, 32, ((140, 10), (0, 5), (390, 20))),
+        ("fp8", 64, 3, 256, ((0, 150), (300, 1))),
+        ("fp8_e5m2", 64, 4, 16, ((250, 35),)),
+        ("k16v8", 128, 7, 16, ((140, 10), (600, 2))),
     ],
 )
 def test_hopper(
-    dtype: str,
-    head_dim: int,
-    tile_rows: int,
-    group: int,
-    block_size: int,
-    parts: tuple[tuple[int, int], ...],
+    dtype: str, head_dim: int, group: int, block_size: int, parts: tuple[tuple[int, int], ...]
 ) -> None:
-    case = Case(dtype, head_dim, 2, group, block_size, parts, gain=4.0)
-    check(case, tile_rows, hopper=True)
+    check(Case(dtype, head_dim, 2, group, block_size, parts, gain=4.0), 128, hopper=True)
 
 
 @pytest.mark.usefixtures("emulated")
 def test_hopper_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
     case = Case("fp16", group=3, parts=((0, 150),), gain=8.0)
     chunks = [PrefillSpan(1, 41, 0, 0), PrefillSpan(42, 1, 41, 0), PrefillSpan(43, 108, 42, 0)]
-    assert torch.equal(case.run(64, chunks, hopper=True), case.run(128, hopper=True))
+    assert torch.equal(case.run(128, chunks, hopper=True), case.run(128, hopper=True))
 
 
 @pytest.mark.usefixtures("emulated")
@@ -144,7 +138,7 @@ def test_hopper_result_does_not_depend_on_how_a_prompt_is_cut() -> None:
     [
         ("fp16", 128, 128, 8, True),
         ("int8", 128, 128, 7, True),
-        ("fp16", 64, 64, 1, True),
+        ("fp16", 64, 128, 1, True),
         ("int8", 128, 128, 7, False),
         ("fp16", 96, 128, 1, False),
     ],
@@ -248,6 +242,8 @@ def test_hopper_kernel_is_for_what_it_was_made() -> None:
     out = torch.empty(case.q.shape, dtype=torch.float16)
     with pytest.raises(ValueError, match="hopper: head_dim 96 is not one of"):
         paged_prefill(out, case.q, case.view, plan, case.tables, scale=1.0, hopper=True)
+    with pytest.raises(ValueError, match="hopper: tile_rows is 64, not 128"):
+        Case("fp16").run(64, hopper=True)
 
 
 def test_hopper_kernels_stay_in_registers() -> None:
