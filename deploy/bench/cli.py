@@ -303,4 +303,5 @@ def bench_kernels(
             peers=peers,
             peer_seconds=peer_seconds,
         )
-        run_kernels(plan, output=output, console=out)
+        ok = run_kernels(plan, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)

@@ -22,7 +22,7 @@ MANY_ROWS: Final = (512, 2048)
 """Of prompts: cuBLAS, after the expansion of 4-bit weights."""
 
 _EPS: Final = 1e-6
-_WEIGHTS_MAX: Final = 64
+_WEIGHTS_MAX: Final = 128
 _INT4_GROUP: Final = 128
 
 

@@ -7,8 +7,9 @@ at different times; each file says on what, with what and when.
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +59,8 @@ _PEER_CONTEXT: Final = 1024
 
 Say = Callable[[str], None]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -102,46 +105,66 @@ class Plan:
         return f"deepinfer bench kernels --shape {self.shape}"
 
 
-def run_kernels(plan: Plan, *, output: Path, console: Console) -> None:
+def run_kernels(plan: Plan, *, output: Path, console: Console) -> bool:
     """Measure the parts one after another; each file is written as soon as its part is done.
+
+    A part that fails says so and does not keep the others from being measured; False then.
 
     Raises ConfigError where kernels cannot run.
     """
-    config = SHAPES[plan.shape]
     on_card = [part for part in plan.parts if part != "projection"]
-    if on_card:
-        card, _ = usable_card()
-        bench = _Bench(plan, AttentionShape(config=config, card=card))
-        builds = bench.start_builds()
-        try:
-            with counted(console, len(on_card)) as steps, torch.inference_mode():
-                steps.tell("copies within the card")
-                rates = copy_rates()
-                for part in on_card:
+    failures = _measure(plan, on_card, output, console) if on_card else {}
+    if "projection" in plan.parts:
+        path = output / "kernels_model.json"
+        measured = json.loads(path.read_text("utf-8"))["models"] if path.is_file() else ()
+        found = projection(SHAPES[plan.shape], measured) | {"shape": plan.shape}
+        write_result(output / "kernels_projection.json", f"{plan.command} --part projection", found)
+        console.print(projection_table(found))
+    for part in on_card:
+        if part not in failures:
+            path = output / f"kernels_{part}.json"
+            for shown in tables(part, json.loads(path.read_text("utf-8"))):
+                console.print(shown)
+    draw(output, console)
+    for part, error in failures.items():
+        text = f"{part} could not be measured: {type(error).__name__}: {error}"
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    return not failures
+
+
+def _measure(
+    plan: Plan, parts: Sequence[str], output: Path, console: Console
+) -> dict[str, Exception]:
+    """Measure and write each part; what went wrong with which."""
+    card, _ = usable_card()
+    bench = _Bench(plan, AttentionShape(config=SHAPES[plan.shape], card=card))
+    builds = bench.start_builds()
+    failures: dict[str, Exception] = {}
+    try:
+        with counted(console, len(parts)) as steps, torch.inference_mode():
+            steps.tell("copies within the card")
+            rates = copy_rates()
+            for part in parts:
+                try:
                     found = bench.measure(part, steps, builds) | {
                         "shape": plan.shape,
                         "gpu": card_facts(card),
                         "copy_bytes_per_s": rates,
                     }
-                    if part == "model":
-                        _add_roofline(found["models"], max(rates.values()))
-                    command = f"{plan.command} --part {part}"
-                    write_result(output / f"kernels_{part}.json", command, found)
-                    steps.advance()
-        finally:
-            if builds is not None:
-                builds.close()
-    if "projection" in plan.parts:
-        path = output / "kernels_model.json"
-        measured = json.loads(path.read_text("utf-8"))["models"] if path.is_file() else ()
-        found = projection(config, measured) | {"shape": plan.shape}
-        command = f"{plan.command} --part projection"
-        write_result(output / "kernels_projection.json", command, found)
-        console.print(projection_table(found))
-    for part in on_card:
-        for shown in tables(part, json.loads((output / f"kernels_{part}.json").read_text("utf-8"))):
-            console.print(shown)
-    draw(output, console)
+                except (RuntimeError, ValueError) as error:  # of the driver, torch or a kernel
+                    _log.exception("%s could not be measured", part)
+                    failures[part] = error
+                    continue
+                if part == "model":
+                    _add_roofline(found["models"], max(rates.values()))
+                write_result(
+                    output / f"kernels_{part}.json", f"{plan.command} --part {part}", found
+                )
+                steps.advance()
+    finally:
+        if builds is not None:
+            builds.close()
+    return failures
 
 
 def draw(folder: Path, console: Console) -> None:
