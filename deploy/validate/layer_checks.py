@@ -28,6 +28,7 @@ _W4_ODD: Final = (
     (3080, 576, 32, True, False),
     (208, 1152, 128, True, True),
     (2048, 2048, 256, True, False),
+    (4408, 640, 128, True, True),
 )
 
 

@@ -16,7 +16,6 @@ from deepinfer.deploy.validate import accuracy
 from deepinfer.deploy.validate.accuracy import Accuracy, Miss
 from deepinfer.kernels import linear, reference_linear
 from deepinfer.kernels.linear import F16Weight, W4Weight, Weight, Workspace
-from deepinfer.kernels.linear_plans import AnyPlan
 
 Kind = Literal["normal", "outliers", "tiny", "saturating"]
 """Of ``x``: ``outliers``: some columns a thousand times larger; ``tiny``: halves without a
@@ -64,9 +63,7 @@ def inputs(rows: int, columns: int, kind: Kind, device: str) -> Tensor:
     return x.clamp(-65504, 65504).half()
 
 
-def check_epilogues(
-    weight: Weight, rows: int, *, kind: Kind = "normal", plan: AnyPlan | None = None
-) -> Iterator[Accuracy]:
+def check_epilogues(weight: Weight, rows: int, *, kind: Kind = "normal") -> Iterator[Accuracy]:
     """All four ways to finish a product, each twice: the same bits."""
     device = str(weight.device)
     n, k = weight.rows, weight.columns
@@ -80,7 +77,7 @@ def check_epilogues(
 
     def norm() -> Tensor:
         out = torch.full((rows, n), math.nan, dtype=torch.float16, device=device)
-        linear.linear_norm(out, x, weight, sumsq=sumsq, eps=_EPS, workspace=workspace, plan=plan)
+        linear.linear_norm(out, x, weight, sumsq=sumsq, eps=_EPS, workspace=workspace)
         return out
 
     yield _of_half("norm", norm(), reference_linear.product(x, weight, sumsq, _EPS))
@@ -88,12 +85,12 @@ def check_epilogues(
         raise Miss("linear_norm: two launches differ")
 
     logits = torch.full((rows, n), math.nan, device=device)
-    linear.linear_logits(logits, x, weight, workspace=workspace, plan=plan)
+    linear.linear_logits(logits, x, weight, workspace=workspace)
     yield accuracy.product("logits", logits, reference_linear.product(x, weight))
 
     if n % 16 == 0:
         out = torch.full((rows, n // 2), math.nan, dtype=torch.float16, device=device)
-        linear.linear_swiglu(out, x, weight, sumsq=sumsq, eps=_EPS, workspace=workspace, plan=plan)
+        linear.linear_swiglu(out, x, weight, sumsq=sumsq, eps=_EPS, workspace=workspace)
         yield _of_half("swiglu", out, reference_linear.swiglu(x, weight, sumsq, _EPS))
 
     residual = normal(rows, n, device=device, seed=7) * 3
@@ -101,7 +98,7 @@ def check_epilogues(
     after, scaled = reference_linear.residual(residual, x, weight, gamma)
     out = torch.full((rows, n), math.nan, dtype=torch.float16, device=device)
     sums = torch.full((rows, linear.partials(n)), math.nan, device=device)
-    linear.linear_residual(out, residual, sums, x, weight, gamma, workspace=workspace, plan=plan)
+    linear.linear_residual(out, residual, sums, x, weight, gamma, workspace=workspace)
     yield accuracy.product("residual", residual, after)
     yield _of_half("scaled residual", out, scaled)
     expected = reference_linear.sums_of_squares(residual)

@@ -122,6 +122,7 @@ def test_linears_and_pointwise_kernels_are_launched(
     assert len(list(tables("linear", FACTS | {"linears": records}))) == 1
 
     monkeypatch.setattr(kernel_pointwise, "ROWS", (3,))
+    monkeypatch.setattr(kernel_pointwise, "KV_DTYPES", ("fp16",))
     records = list(kernel_pointwise.time_pointwise(shape, peers=True))
     kernels = {each["kernel"] for each in records}
     assert kernels == {"rms_norm", "residual_add_norm", "swiglu", "rope_kv_write", "copy_blocks"}
