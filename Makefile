@@ -1,12 +1,14 @@
 # make demo     one request, end to end, on a local cluster (no GPU needed)
 # make test     the tests; those that need something absent skip themselves
 #
-# Both make their own environment in .venv first. On a CUDA machine `make venv TORCH=torch` takes
-# the newest torch that pyproject.toml allows in place of the pinned one.
+# Both make their own environment in .venv first. On a CUDA machine `make venv TORCH=torch
+# CUDA=cuda13` takes the newest torch that pyproject.toml allows in place of the pinned one, and the
+# CuPy of its CUDA; without a GPU CuPy compiles the kernels, for the tests.
 
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= $(shell grep '^torch==' constraints.txt)
+CUDA   ?= cuda12
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -37,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt > $(PINS)
 	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools
 	$(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[dev,bench,$(CUDA)]'
 	touch $@
 
 demo: venv
