@@ -52,4 +52,7 @@ def _decode_rate(peer: TransformersPeer, way: Way, prompts: Sequence[Sequence[in
 
     for new_tokens in (_FEW, _MANY):  # compiles
         peer.generate(prompts, new_tokens, way)
-    return len(prompts) * (_MANY - _FEW) / (seconds(_MANY) - seconds(_FEW))
+    more = seconds(_MANY) - seconds(_FEW)
+    if more <= 0:
+        raise ValueError(f"{_MANY} tokens took no longer than {_FEW}")
+    return len(prompts) * (_MANY - _FEW) / more
