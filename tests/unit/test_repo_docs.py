@@ -11,7 +11,17 @@ from deepinfer.deploy.config import ClusterConfig
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from support.docs_blocks import ROOT, documents
 
-PACKAGES = ("client", "controller", "deploy", "gateway", "kvstore", "proto", "text", "workers")
+PACKAGES = (
+    "client",
+    "controller",
+    "deploy",
+    "gateway",
+    "kernels",
+    "kvstore",
+    "proto",
+    "text",
+    "workers",
+)
 MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.M)
 FRAGMENT_MIN = 6
 
@@ -70,9 +80,11 @@ def test_the_worked_examples_are_right() -> None:
 
 def test_settings_that_are_named_exist() -> None:
     """`--flag` and `key` in the documents for operators."""
-    flags = {"--" + name.replace("_", "-") for name in ClusterConfig.model_fields}
+    names = [name.replace("_", "-") for name in ClusterConfig.model_fields]
+    flags = {prefix + name for name in names for prefix in ("--", "--no-")}
     others = {"--config", "--endpoint", "--json", "--once", "--interval", "--events", "--grace-s"}
     others |= {"--connect-timeout", "--install-completion", "--show-completion", "--down"}
+    others |= {"--index-url"}  # pip's
     for name in ("operating.md", "sizing.md", "troubleshooting.md"):
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         named = set(re.findall(r"`(--[a-z-]+)", text))
