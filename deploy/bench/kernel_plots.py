@@ -34,7 +34,7 @@ def plot_decode(found: dict[str, Any], path: Path) -> None:
             points = sorted(cells.get(context, ()))
             style = "--" if name.startswith("FlashInfer") else "-"
             panel.plot(*zip(*points, strict=True), style, marker="o", label=name) if points else ()
-        panel.set_xscale("log", base=2)
+        _log_axis(panel, {each["batch"] for each in found["own"]})
         panel.set_yscale("log")
         panel.set_xlabel("sequences")
         panel.set_title(f"context {context:,}")
@@ -74,7 +74,7 @@ def plot_linear(found: dict[str, Any], path: Path) -> None:
             points = [(each["rows"], each[kind]) for each in rows if each.get(kind) is not None]
             style = "-" if kind in ("f16_us", "w4_us") else "--"
             panel.plot(*zip(*points, strict=True), style, marker="o", label=label) if points else ()
-        panel.set_xscale("log", base=2)
+        _log_axis(panel, {each["rows"] for each in rows})
         panel.set_yscale("log")
         panel.set_xlabel("rows")
         panel.set_title(f"{name} {rows[0]['n']}x{rows[0]['k']}", fontsize="small")
@@ -109,7 +109,8 @@ def plot_model(found: dict[str, Any], path: Path) -> None:
             label = f"{model['weights']}, {model['kv_cache_dtype']} KV"
             style = "-" if model["weights"] == "fp16" else "--"
             panel.plot(*zip(*points, strict=True), style, marker="o", label=label) if points else ()
-        panel.set_xscale("log", base=2)
+        contexts = {cell["context"] for each in found["models"] for cell in each["decode"]}
+        _log_axis(panel, contexts)
         panel.set_ylim(bottom=0)
         panel.set_xlabel("context")
         panel.set_title(f"{batch} sequences" if batch > 1 else "1 sequence")
@@ -156,6 +157,12 @@ def _bars(
     axes.legend(fontsize="x-small", ncols=2)
     figure.suptitle(title)
     write_plot(figure, path)
+
+
+def _log_axis(panel: Any, values: set[int]) -> None:
+    """A logarithmic x axis with these numbers on it."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sorted(values), [str(value) for value in sorted(values)], fontsize="x-small")
 
 
 def _title(what: str, found: dict[str, Any]) -> str:
