@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.client import AsyncClient, Completion
+from deepinfer.client import AsyncClient, Client, Completion
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.oracle import Question, unpressed
@@ -56,6 +56,10 @@ def test_forced_swaps_change_no_id(
     )
     with Cluster(config) as cluster:
         answers = asyncio.run(ask_all(cluster, questions))
+        with Client(list(cluster.endpoints), token=cluster.token) as client:
+            quality = client.status()["kv_quality"]
+    assert set(quality) == ({"worker-0"} if dtype == "int8" else set()), "where it was looked at"
+    assert all(0 < found["kl_nats"] < 0.005 for found in quality.values())
     assert [a.token_ids for a in answers] == [r.token_ids for r in right]
     assert sum(a.swaps.swaps for a in answers) > 0
     assert sum(a.swaps.swaps for a in answers) == sum(a.swaps.resumes for a in answers)

@@ -43,4 +43,20 @@ def test_an_idle_cluster_has_no_requests() -> None:
     document["counters"] = dict.fromkeys(SWAP_COUNTERS, 0.0)
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(render_status(document))
-    assert "none" in console.export_text()
+    shown = console.export_text()
+    assert "none" in shown
+    assert "KV beside fp16" not in shown
+
+
+def test_measured_kv_quality_is_shown() -> None:
+    document = ControllerCore(1, ControllerConfig()).snapshot()
+    document["counters"] = dict.fromkeys(SWAP_COUNTERS, 0.0)
+    document["kv_quality"] = {
+        "worker-0": {"kl_nats": 0.00123, "agreement": 0.975, "key_scales": 1.0},
+        "worker-1": {"kl_nats": 0.00123, "agreement": 0.975, "key_scales": 0.0},
+    }
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_status(document))
+    shown = {tuple(line.replace("│", " ").split()) for line in console.export_text().splitlines()}
+    assert ("worker-0", "0.0012", "97.5%", "yes") in shown
+    assert ("worker-1", "0.0012", "97.5%", "no") in shown
