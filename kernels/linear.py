@@ -23,12 +23,11 @@ from torch import Tensor
 from deepinfer.kernels.compiler import launch
 from deepinfer.kernels.linear_checks import check_tensor
 from deepinfer.kernels.linear_plans import (
-    DIRECT_ROWS_MAX,
     EXPAND,
+    STREAM_ROWS_MAX,
     TILE_ROWS,
     AnyPlan,
     Plan,
-    StreamPlan,
     TiledPlan,
     check_held,
     f16_spec,
@@ -50,7 +49,6 @@ __all__ = [
     "ROWS_MAX",
     "F16Weight",
     "Plan",
-    "StreamPlan",
     "TiledPlan",
     "W4Weight",
     "Weight",
@@ -96,7 +94,7 @@ class Workspace:
 
 def max_rows(weight: Weight) -> int:
     """Up to how many rows of ``x`` these functions are the fastest way; they take ``ROWS_MAX``."""
-    return DIRECT_ROWS_MAX if isinstance(weight, F16Weight) else ROWS_MAX
+    return STREAM_ROWS_MAX if isinstance(weight, F16Weight) else ROWS_MAX
 
 
 def linear_norm(
@@ -252,26 +250,23 @@ def _run(
         spec = f16_spec(plan)
         planes: list[Tensor | np.generic | None] = [weight.weight]
     else:
-        spec = w4_spec(min(weight.group // 32, 4), plan)
+        spec = w4_spec(weight.group, plan)
         shift = np.int32(weight.group.bit_length() - 1)
         planes = [weight.codes, weight.scales, weight.zeros, shift]
-    if isinstance(plan, StreamPlan):
-        check_held(plan, weight)
-    rows = plan.rows if isinstance(plan, TiledPlan) else TILE_ROWS * plan.row_tiles
-    blocks = (-(-m // (8 * plan.column_tiles)), -(-n // rows))
-    if not isinstance(plan, TiledPlan) and plan.resident:
-        most = max(1, plan.resident * _sm_count(x.device) // blocks[0])
-        blocks = (blocks[0], min(blocks[1], most))
-    splits = 1
+    tiles, columns = partials(n), -(-m // (8 * plan.column_tiles))
+    grid: tuple[int, int, int]
     tail: list[Tensor | None] = []
-    if isinstance(plan, TiledPlan):
-        splits = plan.splits
+    if isinstance(plan, Plan):
+        check_held(plan, weight)
+        grid = (columns, plan.blocks(tiles, _sm_count(x.device)), 1)
+    else:
+        grid = (columns, -(-n // plan.rows), plan.splits)
         tail = [None, None] if workspace is None else [workspace.sums, workspace.tickets]
-        if splits > 1:
-            _check_workspace(workspace, blocks[0] * blocks[1], plan)
+        if plan.splits > 1:
+            _check_workspace(workspace, grid[0] * grid[1], plan)
     launch(
         spec,
-        (*blocks, splits),
+        grid,
         [
             *planes,
             x,

@@ -4,36 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
-from deepinfer.kernels.linear_weights import F16Weight, Weight
+from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight
 
 TILE_ROWS: Final = 16
 """Rows of a weight that one tensor-core tile takes."""
 
-DIRECT_ROWS_MAX: Final = 16
-"""Up to here warps read ``x`` straight from memory; above it passes through shared memory."""
+STREAM_ROWS_MAX: Final = 16
+"""Up to here weights stream past an ``x`` in registers; above it ``x`` passes through shared
+memory."""
 
 _STAGE_BYTES: Final = {"f16": 2048, "w4": 1152}
 """As in ``csrc/gemm_f16.cu`` and ``csrc/gemm_w4.cu``."""
+_STEP: Final = {"f16": 64, "w4": 128}
+"""Columns of a weight that a warp takes at once, there too."""
 
 _X_STAGES: Final = 3
 """As in ``csrc/gemm_tiled.cuh``."""
 
+_RESIDENT_WARPS: Final = 16
+"""Warps an SM that stream weights: their registers, and the loads they have under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a launch is cut: 16 ``row_tiles`` rows of W and 8 ``column_tiles`` rows of X a CTA,
-    K over ``warps`` warps, each with ``depth`` steps of weights in flight, and ``ahead`` (0 or 1)
-    of X; ``resident`` CTAs an SM that take tile after tile (0: a CTA for each tile)."""
+    """A launch that streams W past X: 8 ``column_tiles`` rows of X a CTA, K over ``warps`` warps,
+    each with ``stages`` steps of W under way and ``held`` steps of X in registers (0: none)."""
 
     column_tiles: int
-    row_tiles: int
     warps: int
-    depth: int
-    ahead: int
-    resident: int = 0
+    stages: int
+    held: int
+
+    def blocks(self, tiles: int, sm_count: int) -> int:
+        """CTAs along N, which take tile after tile of 16 rows."""
+        return min(tiles, sm_count * max(1, _RESIDENT_WARPS // self.warps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +60,30 @@ class TiledPlan:
         return TILE_ROWS * self.row_tiles * self.warps
 
 
-@dataclass(frozen=True, slots=True)
-class StreamPlan:
-    """A launch that streams W through a ring of ``stages`` steps a warp: K over
-    ``warps`` warps, 8 ``column_tiles`` rows of X a CTA, of which ``held`` steps a warp stay in
-    registers (0: none). ``resident`` CTAs an SM take tile after tile of 16 rows (0: a CTA each)."""
-
-    column_tiles: int
-    warps: int
-    stages: int
-    held: int
-    resident: int = 0
-
-    row_tiles: ClassVar[int] = 1
-
-
-AnyPlan = Plan | StreamPlan | TiledPlan
+AnyPlan = Plan | TiledPlan
 
 EXPAND: Final = KernelSpec("expand_w4.cu", "expand_w4", 256)
 
-# By (tiles of rows for the card's SMs, column tiles): warps, the order of the sums, is the same for
-# every column tile.
+# By (length of K, column tiles). The warps, which are the order of the sums, are the
+# same for every column tile.
 _F16_PLANS: Final = {
-    ("few", 1): Plan(1, 1, 16, 2, 1),
-    ("few", 2): Plan(2, 1, 16, 2, 0),
-    ("some", 1): Plan(1, 1, 8, 2, 0),
-    ("some", 2): Plan(2, 1, 8, 4, 0),
-    ("many", 1): Plan(1, 2, 8, 2, 0, resident=2),
-    ("many", 2): Plan(2, 1, 8, 2, 0, resident=2),
+    ("short", 1): Plan(1, 8, 2, 2),
+    ("short", 2): Plan(2, 8, 2, 2),
+    ("middle", 1): Plan(1, 16, 2, 2),
+    ("middle", 2): Plan(2, 16, 2, 2),
+    ("long", 1): Plan(1, 16, 2, 0),
+    ("long", 2): Plan(2, 16, 2, 0),
 }
 _W4_PLANS: Final = {
-    ("few", 1): Plan(1, 1, 16, 2, 0),
-    ("few", 2): Plan(2, 1, 16, 2, 0),
-    ("some", 1): Plan(1, 2, 8, 2, 0),
-    ("some", 2): Plan(2, 2, 8, 2, 0),
-    ("many", 1): Plan(1, 2, 4, 2, 0, resident=3),
-    ("many", 2): Plan(2, 2, 4, 2, 0, resident=2),
+    ("short", 1): Plan(1, 8, 3, 1),
+    ("short", 2): Plan(2, 8, 3, 1),
+    ("middle", 1): Plan(1, 16, 4, 1),
+    ("middle", 2): Plan(2, 16, 3, 1),
+    ("long", 1): Plan(1, 16, 4, 0),
+    ("long", 2): Plan(2, 16, 3, 0),
 }
+_LENGTHS: Final = (("short", 1024), ("middle", 2048))
+"""Up to how many columns the warps of such a plan hold all their ``x``."""
 _F16_TILED: Final = {4: TiledPlan(4, 1, 4, 4, 1), 8: TiledPlan(8, 1, 8, 2, 1)}
 _W4_TILED: Final = {4: TiledPlan(4, 1, 4, 4, 1), 8: TiledPlan(8, 1, 8, 2, 1)}
 
@@ -105,24 +99,25 @@ def plan_for(weight: Weight, m: int, sm_count: int, *, split: bool = True) -> An
     Without ``split`` K stays in one CTA, which needs no ``Workspace``.
     """
     plain = isinstance(weight, F16Weight)
-    if m <= DIRECT_ROWS_MAX:
-        tiles = partials(weight.rows)
-        amount = "few" if tiles <= sm_count else "some" if tiles <= 2 * sm_count else "many"
-        return (_F16_PLANS if plain else _W4_PLANS)[amount, 1 if m <= 8 else 2]
+    if m <= STREAM_ROWS_MAX:
+        length = next((name for name, most in _LENGTHS if weight.columns <= most), "long")
+        # Sums of 16 columns in four groups a step would not fit in registers.
+        narrow = m <= 8 or (isinstance(weight, W4Weight) and weight.group < 128)
+        return (_F16_PLANS if plain else _W4_PLANS)[length, 1 if narrow else 2]
     column_tiles = 4 if m <= 32 else 8
     plan = (_F16_TILED if plain else _W4_TILED)[column_tiles]
     blocks = -(-weight.rows // plan.rows)
-    step = 64 if plain else 128
-    splits = max(1, min(2 * sm_count // blocks, weight.columns // (2 * step))) if split else 1
+    most = weight.columns // (2 * _STEP["f16" if plain else "w4"])
+    splits = max(1, min(2 * sm_count // blocks, most)) if split else 1
     return replace(plan, splits=splits)
 
 
-def check_held(plan: StreamPlan, weight: Weight) -> None:
-    """Raises ValueError if the plan keeps fewer steps of ``x`` than a warp of it needs."""
-    steps = -(-weight.columns // (64 if isinstance(weight, F16Weight) else 128))
+def check_held(plan: Plan, weight: Weight) -> None:
+    """Raises ValueError if a warp holds less of ``x`` than it needs."""
+    steps = -(-weight.columns // _STEP["f16" if isinstance(weight, F16Weight) else "w4"])
     if plan.held and plan.held * plan.warps < steps:
         raise ValueError(
-            f"plan holds {plan.held} steps in each of {plan.warps} warps; the weight has {steps}"
+            f"plan holds {plan.held} steps of x in each of {plan.warps} warps; weight has {steps}"
         )
 
 
@@ -132,22 +127,21 @@ def specs() -> Iterator[KernelSpec]:
     yield from map(f16_spec, f16)
     w4: list[AnyPlan] = [*dict.fromkeys(_W4_PLANS.values()), *_W4_TILED.values()]
     for plan in w4:
-        for group_chunks in (1, 2, 4):
-            yield w4_spec(group_chunks, plan)
+        if not isinstance(plan, Plan) or plan.column_tiles == 1:
+            yield w4_spec(32, plan)
+        yield w4_spec(128, plan)
     yield EXPAND
 
 
-def _spec(kind: str, leading: str, step: int, plan: AnyPlan) -> KernelSpec:
+def _spec(kind: str, leading: str, plan: AnyPlan) -> KernelSpec:
     threads = 32 * plan.warps
-    if isinstance(plan, StreamPlan):
+    if isinstance(plan, Plan):
         cut = f"{leading}{plan.column_tiles}, {plan.warps}, {plan.stages}, {plan.held}"
         ring = plan.warps * plan.stages * _STAGE_BYTES[kind]
-        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_stream<{cut}>", threads, ring, True)
+        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}<{cut}>", threads, ring, True)
     cut = f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.warps}, {plan.depth}"
-    if isinstance(plan, Plan):
-        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}<{cut}, {plan.ahead}>", threads)
     columns = 8 * plan.column_tiles
-    stages = _X_STAGES * columns * step * 2
+    stages = _X_STAGES * columns * _STEP[kind] * 2
     sums = -(-plan.rows * (columns + 1) * 4 // 16) * 16
     shared = max(stages, sums) + 4 * columns
     return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_tiled<{cut}>", threads, shared)
@@ -155,9 +149,10 @@ def _spec(kind: str, leading: str, step: int, plan: AnyPlan) -> KernelSpec:
 
 def f16_spec(plan: AnyPlan) -> KernelSpec:
     """The kernel for FP16 weights."""
-    return _spec("f16", "", 64, plan)
+    return _spec("f16", "", plan)
 
 
-def w4_spec(group_chunks: int, plan: AnyPlan) -> KernelSpec:
-    """The kernel for 4-bit weights, ``group_chunks`` times 32 columns of which share a scale."""
-    return _spec("w4", f"{group_chunks}, ", 128, plan)
+def w4_spec(group: int, plan: AnyPlan) -> KernelSpec:
+    """The kernel for 4-bit weights with a scale for every ``group`` columns."""
+    # Chunks of 32 that share a scale; a group of 64 reads its scale twice.
+    return _spec("w4", "4, " if group >= 128 else "1, ", plan)

@@ -1,5 +1,4 @@
 // Linear layers with plain FP16 weights [N, K], row-major.
-#include "gemm.cuh"
 #include "gemm_stream.cuh"
 #include "gemm_tiled.cuh"
 
@@ -23,13 +22,13 @@ struct F16 {
     return {{lane + static_cast<i64>(row) * K, lane + static_cast<i64>(row8) * K}};
   }
 
-  __device__ __forceinline__ void load(Tile& tile, const Rows& rows, i32 k, i32 ahead) const {
+  __device__ __forceinline__ void load(Tile& tile, const Rows& rows, i32 k) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const __half* from = rows.row[half] + k;
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        if (live(chunk, k + ahead)) tile.row[half][chunk] = ldg_stream(from + ahead + 32 * chunk);
+        if (live(chunk, k)) tile.row[half][chunk] = ldg_stream(from + 32 * chunk);
     }
   }
 
@@ -43,17 +42,6 @@ struct F16 {
     return __float2half_rn(1.f);
   }
 };
-
-template <int NT, int MT, int WARPS, int DEPTH, int AHEAD>
-__global__ void __launch_bounds__(32 * WARPS, resident_ctas(MT, WARPS, AHEAD))
-linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N, i32 K,
-           i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
-           const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
-           const __half* __restrict__ gamma, float* __restrict__ sumsq_out) {
-  const F16 weights{weight, K};
-  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  small_gemm<F16, NT, MT, WARPS, DEPTH, AHEAD>(weights, x, finish, M, N, K);
-}
 
 template <int NT, int MT, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(32 * WARPS, 1)
@@ -130,7 +118,7 @@ struct F16Stream {
 
 template <int NT, int WARPS, int STAGES, int HELD>
 __global__ void __launch_bounds__(32 * WARPS, stream_residents(WARPS))
-linear_f16_stream(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
+linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
                   i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
                   const float* __restrict__ sumsq, i32 partials, float eps,
                   float* __restrict__ residual, const __half* __restrict__ gamma,

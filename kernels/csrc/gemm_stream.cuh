@@ -1,10 +1,4 @@
-// Linear layers for 1 to 16 rows: out[M, N] = X[M, K] W[N, K]^T, bound by reading W once.
-//
-// W is the A operand of mma.m16n8k16, X the B operand, so a tile of 16 rows of W meets 8 NT rows of
-// X. A product over k does not care in which order k runs, so each lane takes 16 contiguous bytes
-// of a row of W, calls them its fragment, and takes the same k of X. With g = lane / 4 and
-// t = lane % 4 a lane holds rows g and g + 8 of W and row g of X. K advances by steps of a few
-// chunks of 32, of which lane t has 8 (two mma).
+// Linear layers for 1 to 16 rows, bound by reading W once.
 //
 // A CTA takes tile after tile of 16 rows, and its WARPS warps split K: warp w has the steps w,
 // w + WARPS, ... of every tile. So a warp needs the same few pieces of X for all tiles: HELD steps
@@ -40,6 +34,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   constexpr int CHUNKS = F::CHUNKS, STEP = 32 * CHUNKS;
   constexpr int GROUP = F::GROUP_CHUNKS ? F::GROUP_CHUNKS : CHUNKS, GROUPS = CHUNKS / GROUP;
   constexpr bool SCALED = F::GROUP_CHUNKS > 0;
+  constexpr bool SUMS_HELD = SCALED && HELD && GROUPS == 1;
   static_assert(WARPS >= FINISHERS && (WARPS & (WARPS - 1)) == 0, "a warp finishes 32 outputs");
   __shared__ float sums[2][WARPS][16 * COLUMNS];
   __shared__ float rstd[COLUMNS];
@@ -65,6 +60,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   launch_dependents();
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) fetch(ring + stage * F::STAGE_BYTES);
+  const float share = 1.f / K;
   wait_for_inputs();
 
   // Rows beyond M and columns beyond K are zero.
@@ -88,20 +84,20 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
     }
   };
   Values values[PIECES];
-  float x_sums[PIECES][GROUPS][NT][4];
+  float x_sums[PIECES][NT][4];
 #pragma unroll
   for (int p = 0; p < PIECES; ++p)
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
       load_x(values[p][chunk], warp + p * WARPS, chunk);
-  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, K);
-  if (SCALED && HELD)
+  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, share);
+  if (SUMS_HELD)
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
       clear(x_sums[p]);
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        sum_x(x_sums[p][chunk / GROUP], values[p][chunk]);
+        sum_x(x_sums[p], values[p][chunk]);
     }
 
   u32 slot = 0;
@@ -125,7 +121,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
     float acc[2][NT][4];  // without scales one chain for each mma of a chunk
     clear(acc);
     // Multiplies a step; without HELD each chunk of x makes room for that of `next`.
-    auto advance = [&](Values& b, float (&totals)[GROUPS][NT][4], int step, int next) {
+    auto advance = [&](Values& b, float (&totals)[NT][4], int step, int next) {
       cp_async_wait<STAGES - 1>();
       if (SCALED) __syncwarp();  // scales are copied by one lane and read by four
       typename F::Part part;
@@ -135,11 +131,11 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
       fetch(stage);
       slot = slot == (STAGES - 1) * F::STAGE_BYTES ? 0 : slot + F::STAGE_BYTES;
       opaque(slot);  // one place in the ring to move, not one for each address in it
-      if (SCALED && !HELD) clear(totals);
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
         float group[2][NT][4];
         if (SCALED) clear(group);
+        if (SCALED && !SUMS_HELD) clear(totals);
         auto& into = SCALED ? group : acc;
 #pragma unroll
         for (int chunk = GROUP * i; chunk < GROUP * (i + 1); ++chunk) {
@@ -151,7 +147,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
             mma16816(into[0][j], a[0][0], a[0][1], a[0][2], a[0][3], four.x, four.z);
             mma16816(into[1][j], a[1][0], a[1][1], a[1][2], a[1][3], four.y, four.w);
           }
-          if (SCALED && !HELD) sum_x(totals[i], b[chunk]);
+          if (SCALED && !SUMS_HELD) sum_x(totals, b[chunk]);
           if (!HELD) load_x(b[chunk], next, chunk);
         }
         if (SCALED)
@@ -164,7 +160,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
               for (int v = 0; v < 2; ++v) {
                 const int e = 2 * half + v;
                 const float codes = fmaf(group[1][j][e], F::HIGH, group[0][j][e]);
-                acc[0][j][e] = fmaf(scale, fmaf(-zero, totals[i][j][v], codes), acc[0][j][e]);
+                acc[0][j][e] = fmaf(scale, fmaf(-zero, totals[j][v], codes), acc[0][j][e]);
               }
           }
       }
@@ -186,7 +182,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
         sums[buffer][warp][128 * j + 32 * t + ((16 * (v % 2) + 8 * (v / 2) + g + 8 * t) & 31)] =
             SCALED ? acc[0][j][v] : acc[0][j][v] + acc[1][j][v];
     __syncthreads();
-    first += FINISHERS;
+    first += FINISHERS + 1;  // odd, for warps four apart share a scheduler
     if (!finishes) continue;
 
     const int row = lane % 16, column = 2 * rank + lane / 16, m = m0 + column, n = 16 * tile + row;
@@ -212,10 +208,9 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
     const float value = sum * rstd[column] + bias;
     if (f.epilogue == SWIGLU) {
       const float up = __shfl_xor_sync(FULL_WARP, value, 8);
-      const float silu = value / (1.f + ex2(-1.4426950408889634f * value));
       if (valid && row < 8)
         static_cast<__half*>(f.out)[static_cast<i64>(m) * (N / 2) + (8 * tile + row)] =
-            saturate_half(silu * up);
+            saturate_half(silu(value) * up);
     } else if (valid) {
       if (f.epilogue == LOGITS)
         static_cast<float*>(f.out)[at] = value;

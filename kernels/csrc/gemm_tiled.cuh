@@ -1,10 +1,21 @@
-// Linear layers for 17 to 64 rows: as gemm.cuh, but the warps of a CTA have different rows of W and
-// share X, which passes through shared memory: at 64 rows every warp reading X by itself would cost
-// several times the traffic of W.
+// Linear layers for 17 to 64 rows. The warps of a CTA have different rows of W and share X, which
+// passes through shared memory: at 64 rows every warp reading X by itself would cost several times
+// the traffic of W.
 //
 // X is stored as fragments, [chunk][n-tile][lane] 16 bytes each, so that every read is one
 // conflict-free 512-byte access. Where N alone makes too few CTAs, gridDim.z of them split K; the
 // last to come adds the partial sums in the order of the splits.
+//
+// How the weights are stored is the policy F:
+//   CHUNKS            chunks of 32 k in a step
+//   GROUP_CHUNKS      chunks that share a scale; 0: no scales, sums stay in the accumulators
+//   Rows              where a lane's rows g and g + 8 of a tile of 16 begin: rows(row, row8)
+//   Tile              a lane's part of 16 rows and one step, as loaded
+//   load(tile, rows, k)             issues the loads of the step at k
+//   live(chunk, k)                  whether the chunk of the step at k is within K
+//   x_offset(chunk, t)              where in the step the lane's 8 values of X are
+//   fragments(tile, chunk, a)       the A operands of the chunk's two mma
+//   scale(tile, group, half)        what the sums of row g (half 0) or g + 8 (1) multiply, as half
 #pragma once
 #include "gemm.cuh"
 
@@ -75,7 +86,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
   }
   auto load = [&](typename F::Tile(&tiles)[MT], int step) {
 #pragma unroll
-    for (int i = 0; i < MT; ++i) weights.load(tiles[i], rows[i], step * STEP, 0);
+    for (int i = 0; i < MT; ++i) weights.load(tiles[i], rows[i], step * STEP);
   };
   auto stage_x = [&](int step) {  // one group a step, empty beyond the end
     if (step < end)
@@ -94,7 +105,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
     if (begin + stage < end) load(ring[stage], begin + stage);
 #pragma unroll
   for (int stage = 0; stage < X_STAGES - 1; ++stage) stage_x(begin + stage);
-  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, K);
+  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, 1.f / K);
 
   float acc[MT][NT][4];
   clear(acc);

@@ -1,12 +1,11 @@
 // Linear layers with 4-bit weights. Products of exact small integers with X are summed in FP32 by
 // group; scales multiply those sums, never the weights, so no weight is rounded.
-#include "gemm.cuh"
 #include "gemm_stream.cuh"
 #include "gemm_tiled.cuh"
 #include "w4.cuh"
 
-// GROUP: chunks of 32 that share a scale in a step: 1, 2 or 4 for groups of 32, 64, and 128 or a
-// larger power of two.
+// GROUP: chunks of 32 that share a scale in a step: 4 for groups of 128 or a larger power of two, 1
+// for groups of 32 and 64.
 template <int GROUP>
 struct W4 {
   static constexpr int CHUNKS = 4, GROUP_CHUNKS = GROUP, GROUPS = CHUNKS / GROUP;
@@ -38,14 +37,14 @@ struct W4 {
     return {{lane + row * words, lane + row8 * words}, {row * groups, row8 * groups}};
   }
 
-  __device__ __forceinline__ void load(Tile& tile, const Rows& rows, i32 k, i32 ahead) const {
+  __device__ __forceinline__ void load(Tile& tile, const Rows& rows, i32 k) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      tile.row[half] = ldg_stream(rows.codes[half] + k / 8 + ahead / 8);
+      tile.row[half] = ldg_stream(rows.codes[half] + k / 8);
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i)
-        if (live(GROUP * i, k + ahead)) {
-          const i32 at = rows.scales[half] + ((k + ahead + 32 * GROUP * i) >> group_shift);
+        if (live(GROUP * i, k)) {
+          const i32 at = rows.scales[half] + ((k + 32 * GROUP * i) >> group_shift);
           tile.scale[half][i] = __ldg(scales + at);
           tile.zero[half][i] = zeros ? __ldg(zeros + at) : 8u;
         }
@@ -68,18 +67,6 @@ struct W4 {
     return bits_half(tile.scale[half][group]);
   }
 };
-
-template <int GROUP, int NT, int MT, int WARPS, int DEPTH, int AHEAD>
-__global__ void __launch_bounds__(32 * WARPS, resident_ctas(MT, WARPS, AHEAD))
-linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
-          const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M, i32 N,
-          i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
-          const float* __restrict__ sumsq, i32 partials, float eps, float* __restrict__ residual,
-          const __half* __restrict__ gamma, float* __restrict__ sumsq_out) {
-  const W4<GROUP> weights{codes, scales, zeros, group_shift, K};
-  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  small_gemm<W4<GROUP>, NT, MT, WARPS, DEPTH, AHEAD>(weights, x, finish, M, N, K);
-}
 
 template <int GROUP, int NT, int MT, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(32 * WARPS, 1)
@@ -108,7 +95,8 @@ struct W4Stream {
   static constexpr u32 ONE = 0x00010001u;
   struct Part {
     uint4 row[2];
-    float scale[GROUPS][2], zero[GROUPS][2];
+    float scales[2], zeros[2];  // with one group in a step
+    i32 first_row, step;        // with several
   };
   const u32* codes;
   const u16* scales;
@@ -155,28 +143,16 @@ struct W4Stream {
     const i32 groups = K >> group_shift;
     const uint4* from = reinterpret_cast<const uint4*>(stage);
     part.row[0] = from[lane], part.row[1] = from[32 + lane];
-    if (GROUPS > 1) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-          const i32 row = 16 * tile + g + 8 * half;
-          const i32 group = (step * STEP + 32 * GROUP * i) >> group_shift;
-          const i32 at = row * groups + group;
-          const bool live = group < groups && row < rows;
-          part.scale[i][half] = live ? __half2float(bits_half(__ldg(scales + at))) : 0.f;
-          part.zero[i][half] = live && zeros ? static_cast<float>(__ldg(zeros + at)) : 8.f;
-        }
-      return;
-    }
+    part.first_row = 16 * tile + g, part.step = step;
+    if (GROUPS > 1) return;
     // Eight rows further, and in every tile, a scale is at the same place within its four bytes.
     const uint4 four = from[CODE_BYTES / 16 + g];
     const i32 at = g * groups + ((step * STEP) >> group_shift);
     const int scale_bit = 16 * (at & 1), zero_bit = 8 * (at & 3);
-    part.scale[0][0] = __half2float(bits_half(static_cast<u16>(four.x >> scale_bit)));
-    part.scale[0][1] = __half2float(bits_half(static_cast<u16>(four.y >> scale_bit)));
-    part.zero[0][0] = zeros ? static_cast<float>(four.z >> zero_bit & 0xFF) : 8.f;
-    part.zero[0][1] = zeros ? static_cast<float>(four.w >> zero_bit & 0xFF) : 8.f;
+    part.scales[0] = __half2float(bits_half(static_cast<u16>(four.x >> scale_bit)));
+    part.scales[1] = __half2float(bits_half(static_cast<u16>(four.y >> scale_bit)));
+    part.zeros[0] = zeros ? static_cast<float>(four.z >> zero_bit & 0xFF) : 8.f;
+    part.zeros[1] = zeros ? static_cast<float>(four.w >> zero_bit & 0xFF) : 8.f;
   }
 
   __device__ __forceinline__ static void fragments(const Part& part, int chunk, u32 (&a)[2][4]) {
@@ -189,17 +165,28 @@ struct W4Stream {
     }
   }
 
-  __device__ __forceinline__ static float scale(const Part& part, int group, int half) {
-    return part.scale[group][half];
+  // Where the scale of row g or g + 8 is in its array; -1 beyond the weight.
+  __device__ __forceinline__ i32 scale_at(const Part& part, int group, int half) const {
+    const i32 row = part.first_row + 8 * half, k = part.step * STEP + 32 * GROUP * group;
+    return row < rows && k < K ? row * (K >> group_shift) + (k >> group_shift) : -1;
   }
-  __device__ __forceinline__ static float zero(const Part& part, int group, int half) {
-    return part.zero[group][half];
+
+  __device__ __forceinline__ float scale(const Part& part, int group, int half) const {
+    if (GROUPS == 1) return part.scales[half];
+    const i32 at = scale_at(part, group, half);
+    return at < 0 ? 0.f : __half2float(bits_half(__ldg(scales + at)));
+  }
+
+  __device__ __forceinline__ float zero(const Part& part, int group, int half) const {
+    if (GROUPS == 1) return part.zeros[half];
+    const i32 at = scale_at(part, group, half);
+    return at < 0 || !zeros ? 8.f : static_cast<float>(__ldg(zeros + at));
   }
 };
 
 template <int GROUP, int NT, int WARPS, int STAGES, int HELD>
 __global__ void __launch_bounds__(32 * WARPS, stream_residents(WARPS))
-linear_w4_stream(const u32* __restrict__ codes, const u16* __restrict__ scales,
+linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
                  const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M,
                  i32 N, i32 K, i32 epilogue, void* __restrict__ out,
                  const float* __restrict__ bias, const float* __restrict__ sumsq, i32 partials,

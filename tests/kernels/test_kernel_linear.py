@@ -15,8 +15,11 @@ from kernels.simt.build import COMPILER, emulator
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 EPS = 1e-6
-DIRECT = Plan(1, 1, 4, 2, 0)
-AHEAD = Plan(2, 2, 2, 2, 1, resident=1)  # one CTA takes all tiles
+# On the CPU an SM count of one: the CTA of a plan, or two of 8 warps, take all tiles.
+ANEW = Plan(1, 8, 3, 0)  # x is read for every tile
+WIDE = Plan(2, 8, 2, 0)
+HELD = Plan(1, 8, 2, 2)
+HELD_WIDE = Plan(2, 8, 2, 1)
 TILED = TiledPlan(2, 1, 2, 2, 3)
 
 
@@ -92,9 +95,11 @@ def check_all(weight: Weight, m: int, plan: Plan | TiledPlan) -> None:
 @pytest.mark.parametrize(
     ("n", "k", "m", "plan"),
     [
-        (48, 576, 1, DIRECT),
-        (72, 96, 11, AHEAD),  # N and K end inside a tile, X inside a block of 16
-        (16, 32, 16, DIRECT),
+        (48, 1120, 1, ANEW),  # K ends inside a step
+        (72, 96, 11, WIDE),  # N and K end inside a tile, X inside a block of 16
+        (16, 32, 16, ANEW),
+        (104, 640, 7, HELD),
+        (56, 480, 13, HELD_WIDE),
         (72, 160, 19, TILED),
         (48, 64, 16, TILED),  # more splits than steps: some add nothing
     ],
@@ -106,10 +111,13 @@ def test_f16_linears_equal_the_reference(n: int, k: int, m: int, plan: Plan | Ti
 @pytest.mark.parametrize(
     ("n", "k", "group", "zeros", "m", "plan"),
     [
-        (48, 1152, 128, True, 3, DIRECT),
-        (16, 512, 256, False, 1, DIRECT),
-        (104, 576, 64, False, 9, AHEAD),
-        (32, 96, 32, True, 17, DIRECT),
+        (56, 1920, 128, True, 3, ANEW),  # an odd number of groups
+        (16, 512, 256, False, 1, ANEW),
+        (104, 576, 64, False, 9, WIDE),
+        (40, 96, 32, True, 17, ANEW),
+        (72, 1152, 128, True, 5, HELD),
+        (40, 896, 128, False, 12, HELD_WIDE),
+        (24, 1024, 32, True, 6, HELD),
         (48, 640, 128, True, 21, TILED),
         (40, 96, 32, False, 5, TILED),
     ],
@@ -124,10 +132,10 @@ def test_results_saturate_and_bias_is_optional() -> None:
     x = torch.full((2, 32), 8.0).half()
     weight = F16Weight(torch.full((16, 32), 300.0).half())
     out = torch.empty(2, 16, dtype=torch.float16)
-    linear.linear_norm(out, x, weight, plan=DIRECT)
+    linear.linear_norm(out, x, weight, plan=ANEW)
     assert out.eq(65504).all()
     residual, gamma = torch.zeros(2, 16), torch.full((16,), -2.0).half()
-    linear.linear_residual(out, residual, torch.empty(2, 1), x, weight, gamma, plan=DIRECT)
+    linear.linear_residual(out, residual, torch.empty(2, 1), x, weight, gamma, plan=ANEW)
     assert residual.eq(76800).all()
     assert out.eq(-65504).all()
 
@@ -136,10 +144,10 @@ def test_a_row_gets_the_same_bits_in_every_batch_up_to_16() -> None:
     weight = w4_weight(32, 1152, 128, zeros=True)
     x = normal(16, 1152, seed=9).half()
     whole = torch.empty(16, 32)
-    linear.linear_logits(whole, x, weight, plan=Plan(2, 1, 4, 2, 0))
-    for first, m in ((0, 1), (5, 8)):
+    linear.linear_logits(whole, x, weight, plan=WIDE)
+    for first, m, plan in ((0, 1, ANEW), (5, 8, HELD)):
         part = torch.empty(m, 32)
-        linear.linear_logits(part, x[first : first + m].contiguous(), weight, plan=DIRECT)
+        linear.linear_logits(part, x[first : first + m].contiguous(), weight, plan=plan)
         assert torch.equal(part, whole[first : first + m])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepinfer.kernels import linear, linear_plans, reference_linear
-from deepinfer.kernels.linear import F16Weight, TiledPlan, W4Weight, Workspace
+from deepinfer.kernels.linear import F16Weight, Plan, TiledPlan, W4Weight, Workspace
 
 
 def codes(n: int, k: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_gate_and_up_alternate_in_eights() -> None:
 def test_every_plan_is_compiled_and_fits_the_workspace(sm_count: int) -> None:
     known = set(linear.specs())
     workspace = Workspace.allocate("cpu")
-    for n, k in ((576, 576), (960, 576), (2048, 2048), (2048, 11008), (22016, 2048)):
+    for n, k in ((576, 576), (960, 576), (3072, 1536), (2048, 2048), (2048, 11008), (22016, 2048)):
         f16_weight = F16Weight(torch.empty(n, k, dtype=torch.float16))
         words = torch.empty(n, -(-k // 128) * 16, dtype=torch.int32)
         w4_weight = W4Weight(words, torch.empty(n, k // 64, dtype=torch.float16), 64)
@@ -82,7 +82,7 @@ def test_every_plan_is_compiled_and_fits_the_workspace(sm_count: int) -> None:
             plan = linear.plan_for(f16_weight, m, sm_count)
             assert linear_plans.f16_spec(plan) in known
             plan = linear.plan_for(w4_weight, m, sm_count)
-            assert linear_plans.w4_spec(2, plan) in known
+            assert linear_plans.w4_spec(64, plan) in known
             if isinstance(plan, TiledPlan):
                 blocks = -(-n // plan.rows) * -(-m // (8 * plan.column_tiles))
                 area = plan.rows * 8 * plan.column_tiles
@@ -154,6 +154,12 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
             half(1, 16), torch.ones(1, 16), torch.ones(1, 2), half(1, 64), f16(), half(16)
         ),
         r"sumsq_out has shape \[1, 2\], it must be \[1, 1\]",
+    ),
+    "held": (
+        lambda: linear.linear_norm(
+            half(1, 16), half(1, 1024), f16(16, 1024), plan=Plan(1, 8, 2, 1)
+        ),
+        r"plan holds 1 steps of x in each of 8 warps; weight has 16",
     ),
     "no workspace": (
         lambda: linear.linear_norm(half(1, 16), half(1, 64), f16(), plan=TiledPlan(2, 1, 2, 2, 3)),
