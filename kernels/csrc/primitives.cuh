@@ -1,9 +1,9 @@
 // Types and the instructions that CUDA C++ has no function for.
 //
-// Inline assembly is here and, for what only Hopper has, in wgmma.cuh and bulk_copy.cuh. Every
-// primitive has a twin under SIMT_EMULATION: the tests compile the same kernels with g++ and run
-// them thread by thread, so no .cu file may contain assembly or include anything but files of this
-// folder.
+// Inline assembly is here and, for what only Hopper has, in wgmma.cuh, bulk_copy.cuh and
+// pipeline.cuh. Every primitive has a twin under SIMT_EMULATION: the tests compile the same kernels
+// with g++ and run them thread by thread, so no .cu file may contain assembly or include anything
+// but files of this folder.
 #pragma once
 
 #ifdef SIMT_EMULATION

@@ -124,6 +124,31 @@ __global__ void diverged(int* out) {
   else __syncthreads();
 }
 
+// The first warp feeds the second one numbers, through two slots.
+__global__ void roles(int* out, int count, int arrivals) {
+  __shared__ u64 full[2], empty[2];
+  __shared__ int slots[2];
+  const int lane = threadIdx.x & 31;
+  if (threadIdx.x < 2) arrivals_init(full + threadIdx.x, 1), arrivals_init(empty + threadIdx.x, 32);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    for (int i = 0; i < count; i++) {
+      if (i >= 2) arrivals_wait(empty + (i & 1), (i >> 1 & 1) ^ 1);
+      if (lane == 0) slots[i & 1] = i * i;
+      __syncwarp();
+      if (lane == 0 && i < arrivals) arrive(full + (i & 1));
+    }
+    named_arrive(1, 64);
+  } else {
+    for (int i = 0; i < count; i++) {
+      arrivals_wait(full + (i & 1), i >> 1 & 1);
+      out[i * 32 + lane] = slots[i & 1];
+      arrive(empty + (i & 1));
+    }
+    named_sync(1, 64);
+  }
+}
+
 __global__ void gone(int* out) {
   if (threadIdx.x == 7) return;
   out[threadIdx.x] = __shfl_xor_sync(FULL_WARP, 1, 1);
@@ -145,7 +170,7 @@ NAMES += ["staged<0>", "staged<1>"]
 @functools.cache
 def kernels(barrier: str) -> EmulatedKernels:
     names = NAMES if barrier else ["reverse"]
-    text = source.inlined("primitives.cuh") + TEXT.replace("BARRIER", barrier)
+    text = source.inlined("pipeline.cuh") + TEXT.replace("BARRIER", barrier)
     return EmulatedKernels("test.cu", text, names)
 
 
@@ -268,6 +293,14 @@ def test_float8_conversions_equal_torchs() -> None:
         assert ours.view(dtype).float()[~number].isnan().all()
     every_code = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).half()
     assert torch.equal(back.nan_to_num(nan=-1.0), every_code.nan_to_num(nan=-1.0))
+
+
+def test_warps_of_different_roles_meet_at_their_barriers() -> None:
+    out = torch.zeros(7, 32, dtype=torch.int32)
+    run("roles", 64, out, np.int32(7), np.int32(7))
+    assert torch.equal(out, (torch.arange(7) ** 2).int()[:, None].expand(7, 32))
+    with pytest.raises(EmulationError, match=r"stuck.*thread 0 waits for arrivals_wait"):
+        run("roles", 64, out, np.int32(7), np.int32(4))
 
 
 FAULTS: list[tuple[str, Sequence[Argument], str]] = [
