@@ -91,7 +91,13 @@ class EnginePeer(EngineLoop):
 
 
 def engine_on_card(
-    model_path: str, *, kv_cache_dtype: str, blocks: int, block_size: int = 16
+    model_path: str,
+    *,
+    kv_cache_dtype: str,
+    blocks: int,
+    block_size: int = 16,
+    prefill_chunk_tokens: int = 256,
+    max_batch_tokens: int = 512,
 ) -> EngineLoop:
     """The bare engine loop on the current card.
 
@@ -103,6 +109,8 @@ def engine_on_card(
         blocks_total=blocks,
         block_size=block_size,
         block_bytes=layout.block_bytes,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        max_batch_tokens=max_batch_tokens,
         prefix_cache=False,
     )
     settings = WorkerSettings(
