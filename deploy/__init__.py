@@ -1,4 +1,4 @@
-"""The composition root: command line, launcher, benches and the simulator.
+"""The composition root: command line, launcher, benches, kernel checks and the simulator.
 
 The only code that knows two actors at once. Nothing here decides anything about requests, and
 nothing outside this folder imports it.
