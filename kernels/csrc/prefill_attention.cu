@@ -10,18 +10,15 @@
 // column fall into different banks. Quantised codes are staged as they are and converted once a
 // CTA. Each of WARPS warps has 16 * MT rows; P stays in registers as the A operand of P V.
 //
-// The running maximum is raised only when a score exceeds it by more than 2^8 in the result: sums
-// and products are relative to any reference, and 2^8 is far from what a half P or a float sum
-// can hold. So most tiles need no rescaling and no exchange between lanes. Tiles of tokens begin at
+// The running maximum is raised only when a score exceeds it by more than 2^8 in the result (2^2
+// with scales of V): sums and products are relative to any reference, and 2^8 is far from what a
+// half P or a float sum can hold. So most tiles need no rescaling and no exchange between lanes. Tiles of tokens begin at
 // multiples of 64 whatever the span, so a row's bits do not depend on how a prompt is cut (unless
 // the tokens of a tile of rows are cut into parts: see prefill_parts.cuh).
-#include "kv_convert.cuh"
 #include "prefill_parts.cuh"
-#include "primitives.cuh"
 
-constexpr int TILE = 64;    // tokens of a K or V tile
-constexpr int GROUPS = 4;   // of 16 tokens, which always lie in one block
-constexpr float SLACK = 8;  // log2 of what a score may exceed the reference by
+constexpr int TILE = 64;   // tokens of a K or V tile
+constexpr int GROUPS = 4;  // of 16 tokens, which always lie in one block
 
 // Where the 16-byte chunk `chunk` of row `row` lies in a tile of rows of D halves.
 template <int D>
@@ -50,23 +47,18 @@ DEV void chunk_of(u32 thread, int i, u32& row, u32& chunk) {
   }
 }
 
-// Two words of four codes to halves, multiplied by `scale` where SCALED.
-template <int CODE, bool SCALED>
-DEV uint4 code_chunk(u32 first, u32 second, u32 scale) {
+// Two words of four codes to halves.
+template <int CODE>
+DEV uint4 code_chunk(u32 first, u32 second) {
   uint4 r;
   code_halves<CODE>(first, r.x, r.y);
   code_halves<CODE>(second, r.z, r.w);
-  if constexpr (SCALED) {
-    r.x = h2u(__hmul2(u2h(r.x), u2h(scale))), r.y = h2u(__hmul2(u2h(r.y), u2h(scale)));
-    r.z = h2u(__hmul2(u2h(r.z), u2h(scale))), r.w = h2u(__hmul2(u2h(r.w), u2h(scale)));
-  }
   return r;
 }
 
-// A staged tile of codes [TILE, D] to swizzled halves, by THREADS threads. `scales` of the tokens are
-// applied where SCALED.
-template <int CODE, int D, bool SCALED, int THREADS>
-DEV void convert_tile(u32 thread, const u8* stage, u8* to, const __half* scales) {
+// A staged tile of codes [TILE, D] to swizzled halves, by THREADS threads.
+template <int CODE, int D, int THREADS>
+DEV void convert_tile(u32 thread, const u8* stage, u8* to) {
   constexpr int PER_ROW = D / 16;
 #pragma unroll
   for (int i = 0; i < (TILE * PER_ROW + THREADS - 1) / THREADS; i++) {
@@ -74,11 +66,10 @@ DEV void convert_tile(u32 thread, const u8* stage, u8* to, const __half* scales)
     chunk_of<PER_ROW, THREADS>(thread, i, row, chunk);
     if (TILE * PER_ROW % THREADS && row >= TILE) break;
     const uint4 codes = *reinterpret_cast<const uint4*>(stage + (thread + i * THREADS) * 16);
-    const u32 scale = SCALED ? half_bits(scales[row]) * 0x10001u : 0;
     *reinterpret_cast<uint4*>(to + swizzled<D>(row, 2 * chunk)) =
-        code_chunk<CODE, SCALED>(codes.x, codes.y, scale);
+        code_chunk<CODE>(codes.x, codes.y);
     *reinterpret_cast<uint4*>(to + swizzled<D>(row, 2 * chunk + 1)) =
-        code_chunk<CODE, SCALED>(codes.z, codes.w, scale);
+        code_chunk<CODE>(codes.z, codes.w);
   }
 }
 
@@ -101,7 +92,7 @@ struct Prefill {
   static constexpr int V = K + K_BUFFERS * HALVES;
   static constexpr int K_STAGE = V + V_BUFFERS * HALVES;
   static constexpr int V_STAGE = K_STAGE + (K_CODES ? TILE * D : 0);
-  // half [2 (buffers), 2 (K, V), TILE]: K's are read while the next tile's arrive.
+  // half [2 (buffers), 2 (K, V), TILE]: read while the next tile's arrive.
   static constexpr int SCALES = V_STAGE + (V_CODES ? TILE * D : 0);
   static constexpr int IDS = SCALES + (Traits::SCALED ? 8 * TILE : 0);  // int [2, GROUPS]
   static constexpr int JOB = IDS + 4 * 2 * GROUPS;                       // int4
@@ -228,11 +219,8 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
       const u32 copier = (tid + job.w) & (THREADS - 1);
       // Codes to halves; afterwards the staging is free for the next tile.
       if constexpr (P::K_CODES)
-        convert_tile<K_CODE, D, false, THREADS>(copier, smem + P::K_STAGE, smem + P::K, nullptr);
-      const u8* const scales = smem + P::SCALES + (j & 1) * 4 * TILE;
-      convert_tile<V_CODE, D, P::Traits::SCALED, THREADS>(
-          copier, smem + P::V_STAGE, smem + P::V,
-          reinterpret_cast<const __half*>(scales) + TILE);
+        convert_tile<K_CODE, D, THREADS>(copier, smem + P::K_STAGE, smem + P::K);
+      convert_tile<V_CODE, D, THREADS>(copier, smem + P::V_STAGE, smem + P::V);
       __syncthreads();
     }
     if ((j + 1) * TILE < job.z) load(j + 1);
@@ -317,7 +305,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
           for (int n = 1; n < TILE / 8; n++)
             x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
           tile_top[m][h] = x;
-          leaves |= (x - top[m][h]) * scale > SLACK;
+          leaves |= (x - top[m][h]) * scale > SLACK<P::Traits::SCALED>;
         }
       }
       if (__any_sync(FULL_WARP, leaves)) {
@@ -329,7 +317,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
             x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
             x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
             // By the row's own scores alone: its result must not depend on its neighbours.
-            if (!((x - top[m][h]) * scale > SLACK)) x = top[m][h];
+            if (!((x - top[m][h]) * scale > SLACK<P::Traits::SCALED>)) x = top[m][h];
             const float keep = ex2((top[m][h] - x) * scale);
             top[m][h] = x;
             sum[m][h] *= keep;
@@ -348,6 +336,20 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
             s[m][n][2 * h] = ex2(s[m][n][2 * h] * scale - base);
             s[m][n][2 * h + 1] = ex2(s[m][n][2 * h + 1] * scale - base);
             sum[m][h] += s[m][n][2 * h] + s[m][n][2 * h + 1];
+          }
+        }
+      }
+      if constexpr (P::Traits::SCALED) {
+        const u8* const scales = smem + P::SCALES + (j & 1) * 4 * TILE + 2 * TILE;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++) {
+          const float2 by =
+              __half22float2(*reinterpret_cast<const __half2*>(scales + 16 * n + 4 * t));
+          const float low = by.x * VALUE_LIFT, high = by.y * VALUE_LIFT;
+#pragma unroll
+          for (int m = 0; m < MT; m++) {
+            s[m][n][0] *= low, s[m][n][1] *= high;
+            s[m][n][2] *= low, s[m][n][3] *= high;
           }
         }
       }
@@ -394,12 +396,12 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
       float x = sum[m][h];
       x += __shfl_xor_sync(FULL_WARP, x, 1);
       x += __shfl_xor_sync(FULL_WARP, x, 2);
-      const float inverse = code_gain<V_CODE>() / x;
+      const float inverse = value_gain<KV>() / x;
       const u32 row = warp_row + 16 * m + 8 * h + (line >> 2);
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
         *reinterpret_cast<u32*>(smem + P::Q + swizzled<D>(row, n) + 4 * (line & 3)) =
-            pack_half2(o[m][n][2 * h] * inverse, o[m][n][2 * h + 1] * inverse);
+            result_pair<P::Traits::SCALED>(o[m][n][2 * h] * inverse, o[m][n][2 * h + 1] * inverse);
     }
   }
   __syncwarp();

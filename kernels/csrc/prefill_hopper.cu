@@ -6,7 +6,6 @@
 // as they are, and the same warps make halves of them. A warpgroup starts S of tile j + 1 and
 // P V of tile j together, and makes P of tile j + 1 during the latter. The two take turns at
 // starting products, so that one exponentiates while the tensor cores work for the other.
-#include "kv_convert.cuh"
 #include "pipeline.cuh"
 #include "prefill_parts.cuh"
 #include "wgmma.cuh"
@@ -16,10 +15,9 @@ constexpr int GROUPS = 8;   // of 16 tokens, which always lie in one block
 constexpr int ATOM = 128;   // bytes of a row of an operand tile: 64 halves
 constexpr int WGS = 2;      // warpgroups that compute
 constexpr int FEEDERS = 64; // threads that copy K; as many copy V
-constexpr float SLACK = 8;  // log2 of what a score may exceed the reference by
 
-// Named barriers: a warpgroup's turn, its own, that of V's feeders, that of all warpgroups.
-constexpr int TURN = 1, OWN = 3, FEED = 5, ALL = 6;
+// Named barriers: a warpgroup's turn, its own, that of all warpgroups.
+constexpr int TURN = 1, OWN = 3, ALL = 5;
 
 template <int KV, int D>
 struct Hopper {
@@ -48,21 +46,23 @@ DEV u32 placed(u32 row, u32 chunk, int rows) {
   return (chunk >> 3) * rows * ATOM + row * ATOM + (((chunk & 7) ^ (row & 7)) << 4);
 }
 
-// What K's and V's feeders are told.
+// What K's and V's feeders are told. K's feed the scales of both: scores and weights are multiplied
+// by them before V is waited for.
 struct Feed {
   const u8* from;        // of the pool: K or V of the layer
-  const u8* scales_from; // of the pool: K's or V's scales of the head
+  const u8* scales_from; // of the pool: K's scales of the head
+  i64 v_scales;          // where V's are, from K's
   const i32* table;
   u8 *tiles, *stage;
-  __half* scales;
+  __half* scales;        // see Hopper::SCALES
   u64 *full, *empty;
   i64 block_bytes;
   i32 last_block, block_shift, kv_head, begin, kv_end, n_tiles;  // tokens begin at `begin`
 };
 
-// One of FEEDERS threads copies its share of all tiles. `name`: a barrier of theirs.
-template <int CODE, int D, bool SCALED, bool APPLY>
-DEV void feed(const Feed& f, int thread, int name) {
+// One of FEEDERS threads copies its share of all tiles, and of their scales where SCALED.
+template <int CODE, int D, bool SCALED>
+DEV void feed(const Feed& f, int thread) {
   constexpr bool CODES = CODE != CODE_F16;
   constexpr int ROW = CODES ? D : 2 * D, CHUNKS = ROW / 16;  // bytes, 16-byte chunks of a row
   constexpr int STEP = FEEDERS / CHUNKS, STEPS = 16 / STEP;  // rows at once, steps a group
@@ -127,31 +127,32 @@ DEV void feed(const Feed& f, int thread, int name) {
       u8* const here = f.stage + (j & 1) * (TILE * D) + thread * 16;
       copy(j, ids, [&](int local) { return here + local * ROW; });
     };
-    // Two scales of this thread, of the tile whose blocks are `ids`.
-    auto scale_pair = [&](int j, int ids) {
+    // This thread's two scales of K and two of V, of the tile whose blocks are `ids`.
+    auto scale_pairs = [&](int j, int ids) {
       const int token = f.begin + j * TILE + 2 * thread, id = __shfl_sync(FULL_WARP, ids, thread >> 3);
-      const u32 both = *reinterpret_cast<const u32*>(f.scales_from + id * f.block_bytes +
-                                                     2 * (token & block_mask));
-      return token + 1 < f.kv_end ? both : token < f.kv_end ? both & 0xFFFFu : 0u;
+      const u8* const k = f.scales_from + id * f.block_bytes + 2 * (token & block_mask);
+      const u32 mask = token + 1 < f.kv_end ? 0xFFFFFFFFu : token < f.kv_end ? 0xFFFFu : 0u;
+      return make_uint2(*reinterpret_cast<const u32*>(k) & mask,
+                        *reinterpret_cast<const u32*>(k + f.v_scales) & mask);
     };
     const u32 at_low = placed(row, 2 * chunk, TILE), at_high = placed(row, 2 * chunk + 1, TILE);
     static_assert(STEP % 8 == 0, "the swizzle does not alternate");
-    u32 scales = 0;
+    uint2 scales = make_uint2(0, 0);
     int ids = block(0);
     stage(0, ids);
-    if constexpr (SCALED) scales = scale_pair(0, ids);
+    if constexpr (SCALED) scales = scale_pairs(0, ids);
     int ids1 = block(1);
     stage(1, ids1);
     ids = block(2);
     for (int j = 0; j < f.n_tiles; j++) {
-      __half* const tile_scales = f.scales + (j & 3) * TILE;
       const int next = block(j + 3);
       cp_async_wait<1>();
       freed(j);
       if constexpr (SCALED) {
-        *reinterpret_cast<u32*>(tile_scales + 2 * thread) = scales;
-        scales = scale_pair(j + 1, ids1);
-        if constexpr (APPLY) named_sync(name, FEEDERS);
+        __half* const tile_scales = f.scales + (j & 3) * TILE + 2 * thread;
+        *reinterpret_cast<u32*>(tile_scales) = scales.x;
+        *reinterpret_cast<u32*>(tile_scales + 4 * TILE) = scales.y;
+        scales = scale_pairs(j + 1, ids1);
       }
       const u8* const here = f.stage + (j & 1) * (TILE * D) + thread * 16;
       u8* const tile = f.tiles + (j & 1) * (TILE * 2 * D);
@@ -163,13 +164,6 @@ DEV void feed(const Feed& f, int thread, int name) {
         code_halves<CODE>(codes.y, low.z, low.w);
         code_halves<CODE>(codes.z, high.x, high.y);
         code_halves<CODE>(codes.w, high.z, high.w);
-        if constexpr (SCALED && APPLY) {
-          const __half2 by = u2h(half_bits(tile_scales[i * STEP + row]) * 0x10001u);
-          low.x = h2u(__hmul2(u2h(low.x), by)), low.y = h2u(__hmul2(u2h(low.y), by));
-          low.z = h2u(__hmul2(u2h(low.z), by)), low.w = h2u(__hmul2(u2h(low.w), by));
-          high.x = h2u(__hmul2(u2h(high.x), by)), high.y = h2u(__hmul2(u2h(high.y), by));
-          high.z = h2u(__hmul2(u2h(high.z), by)), high.w = h2u(__hmul2(u2h(high.w), by));
-        }
         *reinterpret_cast<uint4*>(tile + at_low + i * STEP * ATOM) = low;
         *reinterpret_cast<uint4*>(tile + at_high + i * STEP * ATOM) = high;
       }
@@ -218,18 +212,17 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
   if (warpgroup == WGS) {
     registers_at_most<H::FEED_REGISTERS>();
     const int thread = tid & (FEEDERS - 1);
-    const u8* const scales_from = pool + scale_offset + 2 * (kv_head << block_shift);
-    Feed f{pool + k_offset, scales_from, tables + static_cast<i64>(span.w) * table_stride,
+    Feed f{pool + k_offset, pool + scale_offset + 2 * (kv_head << block_shift),
+           2 * (kv_heads << block_shift), tables + static_cast<i64>(span.w) * table_stride,
            smem + H::K, smem + H::K_STAGE, scales, full_k, empty_k, block_bytes,
            (kv_end - 1) >> block_shift, block_shift, kv_head, job.begin, kv_end, n_tiles};
     if ((warp & 3) < 2) {
-      feed<K_CODE, D, SCALED, false>(f, thread, FEED);
+      feed<K_CODE, D, SCALED>(f, thread);
     } else {
       f.from = pool + v_offset;
-      f.scales_from = scales_from + 2 * (kv_heads << block_shift);
-      f.tiles = smem + H::V, f.stage = smem + H::V_STAGE, f.scales = scales + 4 * TILE;
+      f.tiles = smem + H::V, f.stage = smem + H::V_STAGE;
       f.full = full_v, f.empty = empty_v;
-      feed<V_CODE, D, SCALED, true>(f, thread, FEED);
+      feed<V_CODE, D, false>(f, thread);
     }
   } else {
     registers_at_least<H::REGISTERS>();
@@ -303,8 +296,8 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
         for (int n = 1; n < TILE / 8; n++) x = fmaxf(x, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
         tile_top[h] = x;
       }
-      const bool raise = __any_sync(FULL_WARP, ((tile_top[0] - top[0]) * scale > SLACK) |
-                                                   ((tile_top[1] - top[1]) * scale > SLACK));
+      const bool raise = __any_sync(FULL_WARP, ((tile_top[0] - top[0]) * scale > SLACK<SCALED>) |
+                                                   ((tile_top[1] - top[1]) * scale > SLACK<SCALED>));
       if (raise) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -312,7 +305,7 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
           x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
           x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
           // By the row's own scores alone: its result must not depend on its neighbours.
-          if (!((x - top[h]) * scale > SLACK)) x = top[h];
+          if (!((x - top[h]) * scale > SLACK<SCALED>)) x = top[h];
           keep[h] = ex2((top[h] - x) * scale);
           top[h] = x;
           sum[h] *= keep[h];
@@ -329,6 +322,15 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
             s[4 * n + 2 * h] = ex2(s[4 * n + 2 * h] * scale - base);
             s[4 * n + 2 * h + 1] = ex2(s[4 * n + 2 * h + 1] * scale - base);
             sum[h] += s[4 * n + 2 * h] + s[4 * n + 2 * h + 1];
+          }
+        }
+        if constexpr (SCALED) {
+#pragma unroll
+          for (int n = 0; n < TILE / 8; n++) {
+            const float2 by = __half22float2(*reinterpret_cast<const __half2*>(
+                scales + (4 + (j & 3)) * TILE + 8 * n + 2 * t));
+            const float low = by.x * VALUE_LIFT, high = by.y * VALUE_LIFT;
+            s[4 * n] *= low, s[4 * n + 1] *= high, s[4 * n + 2] *= low, s[4 * n + 3] *= high;
           }
         }
       }
@@ -421,11 +423,11 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
       float x = sum[h];
       x += __shfl_xor_sync(FULL_WARP, x, 1);
       x += __shfl_xor_sync(FULL_WARP, x, 2);
-      const float inverse = code_gain<V_CODE>() / x;
+      const float inverse = value_gain<KV>() / x;
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
         *reinterpret_cast<u32*>(my_q + placed(line0 + 8 * h + g, n, 64) + 4 * t) =
-            pack_half2(o[4 * n + 2 * h] * inverse, o[4 * n + 2 * h + 1] * inverse);
+            result_pair<SCALED>(o[4 * n + 2 * h] * inverse, o[4 * n + 2 * h + 1] * inverse);
     }
     __syncwarp();
     const int heads = kv_heads * group;

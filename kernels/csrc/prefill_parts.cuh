@@ -1,7 +1,30 @@
 // Where the tokens of a tile of rows are cut into parts, each with a CTA of its own: what prefill
 // kernels leave for each other, and the last one's merge.
 #pragma once
-#include "primitives.cuh"
+#include "kv_convert.cuh"
+
+// int8 only: weights carry their token's V scale, for a V of halves that carried it would be rounded
+// once more, or overflow. Half must hold 2^slack * VALUE_LIFT * scale: the largest scale is 516
+// (what finite halves quantise to), the smallest, 2^-14, shall keep clear of subnormals. So the lift
+// is 2^4, and the slack less than elsewhere.
+constexpr float VALUE_LIFT = 16.f;
+
+// log2 of what a score may exceed the reference by.
+template <bool SCALED>
+constexpr float SLACK = SCALED ? 2.f : 8.f;
+
+// What sums of weights times V are still to be multiplied by.
+template <int FORMAT>
+DEV float value_gain() {
+  using Traits = KvTraits<FORMAT>;
+  return Traits::SCALED ? 1.f / VALUE_LIFT : code_gain<Traits::V_CODE>();
+}
+
+// Two elements of the result. int8 codes may stand for a little more than the largest half.
+template <bool SCALED>
+DEV u32 result_pair(float low, float high) {
+  return SCALED ? saturate_half2(low, high) : pack_half2(low, high);
+}
 
 // What a CTA of a prefill kernel computes, from the plan's int4 {span, first packed row, first and
 // end of its tokens in units of PART_UNIT (two 16-bit numbers), part}.
