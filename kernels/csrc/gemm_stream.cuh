@@ -74,8 +74,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
         values[j] = ld_cg(reinterpret_cast<const uint4*>(x + static_cast<i64>(m) * K + k));
     }
   };
-  // The sum of x that a zero point multiplies, in units of F::fragments: every row of the product
-  // of ones and x.
+  // The sum of x that a zero point multiplies: every row of the product of ones and x.
   auto sum_x = [&](float (&totals)[NT][4], const uint4 (&values)[NT]) {
 #pragma unroll
     for (int j = 0; j < NT; ++j) {

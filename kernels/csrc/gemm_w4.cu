@@ -85,17 +85,19 @@ linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
 
 // A code masked out of its word is a subnormal half, 2^-24 times its value (16 times that for a
 // high nibble), exactly: no more is done to it. Sums of codes times x come first, then zero times
-// the sum of x is taken off and the scale applied, and 2^24 at the end.
+// the sum of x is taken off and the scale applied, and 2^24 at the end. That sum itself is one of
+// ones, not of subnormals: tensor cores align products by their operands' exponents, and what they
+// then cut off a product with 2^-24 would be multiplied by up to 16, the zero.
 template <int GROUP>
 struct W4Stream {
   static constexpr int CHUNKS = 4, STEP = 32 * CHUNKS;
   static constexpr int GROUP_CHUNKS = GROUP, GROUPS = CHUNKS / GROUP;
   static constexpr int CODE_BYTES = 1024, STAGE_BYTES = CODE_BYTES + 128;
   static constexpr float UNIT = 16777216.f, HIGH = 0.0625f;
-  static constexpr u32 ONE = 0x00010001u;
+  static constexpr u32 ONE = 0x3C003C00u;
   struct Part {
     uint4 row[2];
-    float scales[2], zeros[2];  // with one group in a step
+    float scales[2], zeros[2];  // with one group in a step; zeros over UNIT
     i32 first_row, step;        // with several
   };
   const u32* codes;
@@ -151,8 +153,8 @@ struct W4Stream {
     const int scale_bit = 16 * (at & 1), zero_bit = 8 * (at & 3);
     part.scales[0] = __half2float(bits_half(static_cast<u16>(four.x >> scale_bit)));
     part.scales[1] = __half2float(bits_half(static_cast<u16>(four.y >> scale_bit)));
-    part.zeros[0] = zeros ? static_cast<float>(four.z >> zero_bit & 0xFF) : 8.f;
-    part.zeros[1] = zeros ? static_cast<float>(four.w >> zero_bit & 0xFF) : 8.f;
+    part.zeros[0] = (zeros ? static_cast<float>(four.z >> zero_bit & 0xFF) : 8.f) / UNIT;
+    part.zeros[1] = (zeros ? static_cast<float>(four.w >> zero_bit & 0xFF) : 8.f) / UNIT;
   }
 
   __device__ __forceinline__ static void fragments(const Part& part, int chunk, u32 (&a)[2][4]) {
@@ -180,7 +182,7 @@ struct W4Stream {
   __device__ __forceinline__ float zero(const Part& part, int group, int half) const {
     if (GROUPS == 1) return part.zeros[half];
     const i32 at = scale_at(part, group, half);
-    return at < 0 || !zeros ? 8.f : static_cast<float>(__ldg(zeros + at));
+    return (at < 0 || !zeros ? 8.f : static_cast<float>(__ldg(zeros + at))) / UNIT;
   }
 };
 

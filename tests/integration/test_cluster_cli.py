@@ -229,7 +229,7 @@ def config(home: Home) -> Path:
         ("wokers: 2", "unknown key 'wokers': must be one of block_size"),
         ("workers: 0", "workers = 0: "),
         ("kv_cache_dtype: fp7", "fp7"),
-        ("max_cache: plenty", "max_cache = 'plenty': must be a size"),
+        ("max_cache: plenty", "max_cache = 'plenty': must be auto, a size"),
         ("cpu_offload: false\nmax_cpu_offload_mb: 7", "no meaning with cpu_offload = false"),
         (
             "prefill_chunk_tokens: 600\nmax_batch_tokens: 512",
