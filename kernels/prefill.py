@@ -381,16 +381,14 @@ def device_specs(kv_format: int, head_dim: int, device: torch.device | str) -> I
         yield prefill_spec(kv_format, head_dim, tile_rows)
 
 
-def hopper_specs() -> Iterator[KernelSpec]:
-    """What this module may launch besides ``specs()`` where kernels are compiled for sm_90a."""
-    for kv_format, head_dim in itertools.product(KV_FORMATS, HOPPER_HEAD_DIMS):
-        yield hopper_spec(kv_format, head_dim)
-
-
-def specs() -> Iterator[KernelSpec]:
-    """Every kernel instance that this module may launch."""
-    for kv_format, head_dim, tile_rows in itertools.product(KV_FORMATS, HEAD_DIMS, TILE_ROWS):
-        yield prefill_spec(kv_format, head_dim, tile_rows)
+def specs_for(target: str) -> Iterator[KernelSpec]:
+    """Every kernel instance that this module launches where kernels are compiled for ``target``."""
+    for kv_format, head_dim in itertools.product(KV_FORMATS, HEAD_DIMS):
+        if target == _HOPPER_TARGET and head_dim in HOPPER_HEAD_DIMS:
+            yield hopper_spec(kv_format, head_dim)
+            continue
+        for tile_rows in TILE_ROWS:
+            yield prefill_spec(kv_format, head_dim, tile_rows)
 
 
 def _check(out: Tensor, q: Tensor, kv: KvView, spans: PrefillSpans, block_tables: Tensor) -> None:
