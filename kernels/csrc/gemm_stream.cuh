@@ -21,7 +21,9 @@
 //   read(part, stage, tile, step)   a lane's Part of it, back in registers
 //   fragments(part, chunk, a)       the A operands of the chunk's two mma
 //   HIGH              what the sums of the second of the two are multiplied by
-//   scale(part, group, half), zero(part, group, half)   of row g (half 0) or g + 8 (1)
+//   scale(part, group, half), zero(part, group, half)   of row g (half 0) or g + 8 (1), the zero as
+//                     fragments has codes
+//   ONE               a pair of halves, 1 (0 without scales)
 #pragma once
 #include "gemm.cuh"
 

@@ -163,6 +163,34 @@ def test_the_rules_are_those_of_the_design() -> None:
         accuracy.product("x", exact[:1], exact)
 
 
+def test_a_direction_is_asked_for_as_far_as_halves_are_fine() -> None:
+    random = torch.Generator().manual_seed(0)
+    exact = torch.randn((3, 512), generator=random, dtype=torch.float64)
+
+    def problem(scale: float, off: float, *, single: bool = False) -> str | None:
+        """Of ``scale * exact`` as halves, every element off by ``off``, signs at random."""
+        want = scale * exact
+        signs = torch.randn(exact.shape, generator=random).sign()
+        out = (want + off * signs).to(torch.float32 if single else torch.float16)
+        return accuracy.product("x", out, want).problem
+
+    subnormal = 2.0**-19
+    # Rounded once: all that halves can hold of it, though the plain cosine is about 1 - 4e-5.
+    rounded = (subnormal * exact).half().double()
+    plain = torch.nn.functional.cosine_similarity(rounded, subnormal * exact, dim=1)
+    assert float(plain.min()) < 0.99999
+    assert problem(subnormal, 0.0) is None
+    # A step further, which the largest error alone would let pass.
+    assert problem(subnormal, 2.0**-25) is not None
+    # Single precision has such numbers exactly.
+    assert problem(subnormal, 2.0**-26, single=True) is not None
+    # Where halves have all their bits nothing is forgiven that was not.
+    for scale in (2.0**-10, 1.0, 1000.0):
+        assert problem(scale, 0.0) is None
+        assert problem(scale, 0.0015 * scale) is not None
+    assert accuracy.product("x", torch.zeros(1, 8).half(), 2.0**-23 * exact[:1, :8]).problem
+
+
 def test_whatever_a_check_raises_is_a_miss() -> None:
     def broken() -> Iterator[Accuracy]:
         yield Accuracy("first", 3.0, 2.0)
