@@ -343,13 +343,12 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 ? 1 : MT == 2 ? 2 : 3)
         const u8* const scales = smem + P::SCALES + (j & 1) * 4 * TILE + 2 * TILE;
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++) {
-          const float2 by =
-              __half22float2(*reinterpret_cast<const __half2*>(scales + 16 * n + 4 * t));
-          const float low = by.x * VALUE_LIFT, high = by.y * VALUE_LIFT;
+          const float2 by = __half22float2(
+              u2h(lifted(*reinterpret_cast<const u32*>(scales + 16 * n + 4 * t))));
 #pragma unroll
           for (int m = 0; m < MT; m++) {
-            s[m][n][0] *= low, s[m][n][1] *= high;
-            s[m][n][2] *= low, s[m][n][3] *= high;
+            s[m][n][0] *= by.x, s[m][n][1] *= by.y;
+            s[m][n][2] *= by.x, s[m][n][3] *= by.y;
           }
         }
       }

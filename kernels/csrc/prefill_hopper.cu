@@ -127,13 +127,13 @@ DEV void feed(const Feed& f, int thread) {
       u8* const here = f.stage + (j & 1) * (TILE * D) + thread * 16;
       copy(j, ids, [&](int local) { return here + local * ROW; });
     };
-    // This thread's two scales of K and two of V, of the tile whose blocks are `ids`.
+    // This thread's two scales of K and two of V, these lifted, of the tile whose blocks are `ids`.
     auto scale_pairs = [&](int j, int ids) {
       const int token = f.begin + j * TILE + 2 * thread, id = __shfl_sync(FULL_WARP, ids, thread >> 3);
       const u8* const k = f.scales_from + id * f.block_bytes + 2 * (token & block_mask);
       const u32 mask = token + 1 < f.kv_end ? 0xFFFFFFFFu : token < f.kv_end ? 0xFFFFu : 0u;
       return make_uint2(*reinterpret_cast<const u32*>(k) & mask,
-                        *reinterpret_cast<const u32*>(k + f.v_scales) & mask);
+                        lifted(*reinterpret_cast<const u32*>(k + f.v_scales) & mask));
     };
     const u32 at_low = placed(row, 2 * chunk, TILE), at_high = placed(row, 2 * chunk + 1, TILE);
     static_assert(STEP % 8 == 0, "the swizzle does not alternate");
@@ -329,8 +329,7 @@ __global__ void __launch_bounds__(128 * (WGS + 1), 1)
           for (int n = 0; n < TILE / 8; n++) {
             const float2 by = __half22float2(*reinterpret_cast<const __half2*>(
                 scales + (4 + (j & 3)) * TILE + 8 * n + 2 * t));
-            const float low = by.x * VALUE_LIFT, high = by.y * VALUE_LIFT;
-            s[4 * n] *= low, s[4 * n + 1] *= high, s[4 * n + 2] *= low, s[4 * n + 3] *= high;
+            s[4 * n] *= by.x, s[4 * n + 1] *= by.y, s[4 * n + 2] *= by.x, s[4 * n + 3] *= by.y;
           }
         }
       }

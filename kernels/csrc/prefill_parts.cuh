@@ -9,6 +9,9 @@
 // is 2^4, and the slack less than elsewhere.
 constexpr float VALUE_LIFT = 16.f;
 
+// A pair of V scales as weights are multiplied by them: times VALUE_LIFT.
+DEV u32 lifted(u32 scales) { return h2u(__hmul2(u2h(scales), u2h(0x4C004C00u))); }
+
 // log2 of what a score may exceed the reference by.
 template <bool SCALED>
 constexpr float SLACK = SCALED ? 2.f : 8.f;
