@@ -21,6 +21,7 @@ from support.docs_blocks import ROOT, blocks_of
 
 MARK = "RAY_TMPDIR"
 """Set for everything here, and so inherited by every process of the head and of its jobs."""
+AGENT_S = 120.0
 STOP_S = 20.0
 
 
@@ -102,6 +103,7 @@ def running_head() -> Iterator[Head]:
     try:
         started = head.run(documented("ray start"))
         assert started.returncode == 0, started.stdout
+        _await_job_agent(head)
         yield head
     finally:
         deadline = time.monotonic() + STOP_S
@@ -113,3 +115,15 @@ def running_head() -> Iterator[Head]:
             time.sleep(1.0)
             number = signal.SIGKILL
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await_job_agent(head: Head) -> None:
+    """`ray start` returns before the agent that starts jobs is there."""
+    deadline = time.monotonic() + AGENT_S
+    while True:
+        done = head.run("ray job submit --address http://127.0.0.1:8265 --no-wait -- true")
+        if "No available agent" not in done.stdout:
+            assert done.returncode == 0, done.stdout
+            return
+        assert time.monotonic() < deadline, done.stdout
+        time.sleep(1.0)
