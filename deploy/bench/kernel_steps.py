@@ -90,6 +90,7 @@ def time_model(
         }
     finally:
         del opened
+        gc.unfreeze()  # a runner keeps what it made at its start from the collector
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -163,6 +163,7 @@ def _cache(kv: KvDtype) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def _free() -> None:
+    gc.unfreeze()  # a runner keeps what it made at its start from the collector
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
