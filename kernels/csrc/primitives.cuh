@@ -86,18 +86,6 @@ DEV uint4 ldg_stream(const void* p) {
 #endif
 }
 
-DEV uint2 ldg_stream8(const void* p) {
-#ifdef SIMT_EMULATION
-  return simt::load<uint2>(p);
-#else
-  uint2 r;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
-               : "=r"(r.x), "=r"(r.y)
-               : "l"(p));
-  return r;
-#endif
-}
-
 // A load through L2, for what other CTAs of the same launch have written.
 template <typename T>
 DEV T ld_cg(const T* p) {
@@ -189,26 +177,6 @@ DEV void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row)));
-#endif
-}
-
-DEV void ldmatrix_x2(u32 (&r)[2], const void* row) {
-#ifdef SIMT_EMULATION
-  simt::ldmatrix(r, 2, row, false);
-#else
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(row)));
-#endif
-}
-
-DEV void ldmatrix_x2_trans(u32 (&r)[2], const void* row) {
-#ifdef SIMT_EMULATION
-  simt::ldmatrix(r, 2, row, true);
-#else
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
                : "r"(shared_address(row)));
 #endif
 }
