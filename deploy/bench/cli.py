@@ -297,9 +297,9 @@ def bench_kernels(
             parts=tuple(part.split(",")),
             kv_dtypes=tuple(kv_cache_dtype.split(",")),
             weights=tuple(weights.split(",")),
-            batches=parse_levels(batches),
-            contexts=parse_levels(contexts),
-            model_contexts=parse_levels(model_contexts),
+            batches=parse_levels(batches, "batches"),
+            contexts=parse_levels(contexts, "contexts"),
+            model_contexts=parse_levels(model_contexts, "model_contexts"),
             peers=peers,
             peer_seconds=peer_seconds,
         )

@@ -132,8 +132,8 @@ def run_concurrency(
     console.print(concurrency_report.table(figures))
 
 
-def parse_levels(text: str) -> tuple[int, ...]:
-    """Numbers of streams, separated by commas.
+def parse_levels(text: str, field: str = "levels") -> tuple[int, ...]:
+    """Numbers separated by commas, as the option ``field`` takes them.
 
     Raises:
         ConfigError: something else stands between the commas.
@@ -141,7 +141,7 @@ def parse_levels(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"levels = {text!r}: must be numbers separated by commas") from error
+        raise ConfigError(f"{field} = {text!r}: must be numbers separated by commas") from error
 
 
 def command_of(model: str, load: Load, text: Path | None) -> str:
