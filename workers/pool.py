@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,13 +59,6 @@ def merge_runs(block_ids: Sequence[int]) -> Iterator[BlockRun]:
         yield BlockRun(first, count)
 
 
-class Span(NamedTuple):
-    """Adjacent bytes of a pool, by their address."""
-
-    address: int
-    size: int
-
-
 class BlockCopies(Protocol):
     """Copies beside the steps: ``workers.gpu.copying.CardCopies``."""
 
@@ -73,9 +66,15 @@ class BlockCopies(Protocol):
 
     def register(self, address: int, size: int) -> Callable[[], None] | None: ...
 
-    def start_out(self, spans: Sequence[Span], host: int, fence: Fence) -> Wait | None: ...
+    def ring_rows(self, block_bytes: int) -> int: ...
 
-    def start_in(self, spans: Sequence[Span], host: int, fence: Fence) -> Wait | None: ...
+    def start_out(
+        self, memory: Tensor, block_ids: Sequence[int], host: int, fence: Fence
+    ) -> Wait | None: ...
+
+    def start_in(
+        self, memory: Tensor, block_ids: Sequence[int], host: int, fence: Fence
+    ) -> Wait | None: ...
 
 
 class PagedPool:
@@ -88,7 +87,8 @@ class PagedPool:
     *word* views of the same bytes (``words``, ``k_words``, ``v_words``): bits are copied, never
     converted.
 
-    ``copies`` copies blocks beside the steps; without it, where and when it is asked for.
+    ``copies`` copies blocks beside the steps, and has ``ring_rows`` of memory behind the blocks for
+    itself; without it, blocks are copied where and when it is asked for.
 
     Raises ValueError for a ``num_blocks`` below 1.
     """
@@ -109,9 +109,11 @@ class PagedPool:
         self._copied_in = itertools.count(1)  # in one go whatever thread asks
         self.copies_in = 0
         """Changes with every copy into blocks, before the first byte is written."""
-        self.storage = torch.zeros(
-            (num_blocks, layout.block_bytes), dtype=torch.uint8, device=self.device
+        ring = 0 if copies is None else copies.ring_rows(layout.block_bytes)
+        self._memory = torch.zeros(
+            (num_blocks + ring, layout.block_bytes), dtype=torch.uint8, device=self.device
         )
+        self.storage = self._memory[:num_blocks]
         dtype = layout.dtype
         self._k = [
             self._typed(dtype.k_storage, layout.k_offset(layer)) for layer in range(layout.layers)
@@ -196,7 +198,7 @@ class PagedPool:
         self._check_ids(block_ids)
         if self.copies is not None:
             return _holding(
-                flat, self.copies.start_out(self._spans(block_ids), flat.data_ptr(), fence)
+                flat, self.copies.start_out(self._memory, block_ids, flat.data_ptr(), fence)
             )
         at = 0
         for run in merge_runs(block_ids):
@@ -214,7 +216,7 @@ class PagedPool:
             raise ValueError(f"block_ids names a block twice: {list(block_ids)}")
         if self.copies is not None:
             return _holding(
-                flat, self.copies.start_in(self._spans(block_ids), flat.data_ptr(), fence)
+                flat, self.copies.start_in(self._memory, block_ids, flat.data_ptr(), fence)
             )
         at = 0
         for run in merge_runs(block_ids):
@@ -285,10 +287,6 @@ class PagedPool:
                 f"{name} has {flat.numel()} bytes, {blocks} blocks need exactly {expected}"
             )
         return flat
-
-    def _spans(self, block_ids: Sequence[int]) -> list[Span]:
-        base, size = self.storage.data_ptr(), self.layout.block_bytes
-        return [Span(base + run.first * size, run.count * size) for run in merge_runs(block_ids)]
 
     def _check_ids(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from deepinfer.workers.gpu.copying import STREAMS, Event, PinError, Way
 
@@ -17,6 +19,13 @@ class Mark(NamedTuple):
 
     stream: str
     place: int
+
+
+class Table:
+    """Pairs of rows, on the card."""
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.pairs = list(pairs)
 
 
 class LazyDevice:
@@ -73,6 +82,27 @@ class LazyDevice:
             self.copies_left -= 1
             self.log.append(("copy", way, target, source, size))
             self.streams[f"{way.name}{stream}"].append(lambda: ctypes.memmove(target, source, size))  # type: ignore[arg-type]
+
+    def pairs(self, way: Way, pairs: Sequence[tuple[int, int]]) -> Table:
+        with self._lock:
+            self.log.append(("pairs", way, tuple(pairs)))
+            return Table(pairs)
+
+    def copy_rows(self, way: Way, stream: int, memory: Tensor, pairs: Table, some: range) -> None:
+        kept = weakref.ref(pairs)
+
+        def rows() -> None:
+            table = kept()
+            assert table is not None, "nobody kept the pairs until their copy"
+            for source, target in table.pairs[some.start : some.stop]:
+                memory[target] = memory[source]
+
+        with self._lock:
+            if self.copies_left == 0:
+                raise RuntimeError("the bus is broken")
+            self.copies_left -= 1
+            self.log.append(("rows", way, stream, some))
+            self.streams[f"{way.name}{stream}"].append(rows)
 
     def copies_event(self, way: Way, stream: int) -> Event:
         return self._mark(f"{way.name}{stream}")

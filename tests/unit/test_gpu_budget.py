@@ -20,7 +20,8 @@ BUDGET = MemoryBudget(
     context=500 * MIB,
     weights=6000 * MIB,
     scratch=300 * MIB,
-    graphs=200 * MIB,
+    graphs=168 * MIB,
+    swaps=32 * MIB,
 )
 
 

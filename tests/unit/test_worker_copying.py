@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ import torch
 from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.kvstore.host_pool import Slab
 from deepinfer.workers.gpu import copying
-from deepinfer.workers.gpu.copying import CardCopies, CudaCopyDevice
-from deepinfer.workers.pool import PagedPool, Span, Wait
+from deepinfer.workers.gpu.copy_device import CudaCopyDevice
+from deepinfer.workers.gpu.copying import CardCopies
+from deepinfer.workers.pool import PagedPool, Wait
 from support.copy_device import LazyDevice
 
 LAYOUT = KvLayout(resolve_kv_dtype("int8"), 2, 2, 8, 4)
@@ -128,23 +131,130 @@ def test_adjacent_blocks_are_one_copy(
     assert card.slab_held(len(block_ids)) == [block + 1 for block in block_ids]
 
 
-def test_many_runs_are_spread_over_the_streams() -> None:
-    card = Card()
-    ids = [6, 4, 2, 0, 7, 5, 3, 1]
-    card.pool.copy_out(ids, card.view(8))
-    assert [entry[0] for entry in card.device.log].count("synchronize") == 1
-    card.device.log.clear()
-    spans = [Span(card.pool.storage.data_ptr() + i * SIZE, SIZE) for i in (*ids, 0, 1)]
-    host = np.zeros(10 * SIZE, np.uint8)
-    card.copies.register(host.ctypes.data, host.size)
+class Scattered(Card):
+    """A card whose ring buffers take three blocks, and a slab for more blocks than a pool has."""
+
+    IDS = (6, 4, 2, 0, 7, 5, 3, 1, 6, 7, 0)
+    """Ten runs; out only."""
+    INTO = (39, 20, 21, 37, 30, 31, 32, 33, 28, 26, 24, 22, 18, 16)
+    """Eleven runs, one of them longer than a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagedPool(LAYOUT, 40, copies=self.copies)
+        for block in range(40):
+            self.pool.storage[block] = block + 1
+        self.slab = np.zeros(20 * SIZE, np.uint8)
+        self.copies.register(self.slab.ctypes.data, self.slab.size)
+
+    def entries(self, *kinds: str) -> list[tuple[object, ...]]:
+        return [entry for entry in self.device.log if entry[0] in kinds]
+
+
+@pytest.fixture
+def scattered(monkeypatch: pytest.MonkeyPatch) -> Scattered:
+    monkeypatch.setattr(copying, "RING_BYTES", 3 * SIZE + 1)
+    return Scattered()
+
+
+def test_many_runs_are_gathered_and_cross_the_bus_together(scattered: Scattered) -> None:
+    card = scattered
     card.step(0, 55)
-    wait = card.copies.start_out(spans, host.ctypes.data, card.copies.fence())
+    fence = card.pool.fence()
+    card.step(4, 56)
+    wait = card.pool.begin_out(card.IDS, card.view(11), fence)
     assert wait is not None
+    assert not card.slab.any(), "to begin is not to wait"
     wait()
-    kinds = [entry[0] for entry in card.device.log]
-    assert kinds == ["wait"] * 2 + ["copy"] * 10 + ["synchronize"] * 2
-    assert host[::SIZE].tolist() == [7, 5, 3, 55, 8, 6, 4, 2, 55, 2]
+    assert card.slab[: 11 * SIZE : SIZE].tolist() == [7, 5, 3, 55, 8, 6, 4, 2, 7, 8, 55]
+    assert card.device.steps_done() == 1
     assert card.device.in_flight() == 0
+    # Each on its own stream: first the gather, then the copy from that stream's buffer.
+    row = card.pool.storage.data_ptr() + 40 * SIZE
+    host = card.slab.ctypes.data
+    order = [(entry[0], entry[2]) for entry in card.entries("rows")]
+    assert order == [("rows", 0), ("rows", 1), ("rows", 0), ("rows", 1)]
+    assert [entry[0] for entry in card.entries("rows", "copy")] == ["rows", "copy"] * 4
+    buffers = [row, row + 3 * SIZE] * 2
+    assert card.device.copied() == [
+        (host + at * SIZE, buffer, blocks * SIZE)
+        for buffer, at, blocks in zip(buffers, (0, 3, 6, 8), (3, 3, 2, 3), strict=True)
+    ]
+
+
+def test_what_comes_in_is_scattered_behind_its_copy(scattered: Scattered) -> None:
+    card = scattered
+    card.slab[:] = np.repeat(np.arange(100, 120, dtype=np.uint8), SIZE)
+    card.step(37, 60)  # whoever had the block
+    wait = card.pool.begin_in(card.INTO, card.view(14), card.pool.fence())
+    card.slab[14 * SIZE :] = 0
+    finish(wait)
+    card.slab[:] = 0  # nobody reads it any more
+    card.device.finish()
+    expected = list(range(1, 41))
+    for at, block in enumerate(card.INTO):
+        expected[block] = 100 + at
+    assert card.held() == expected
+    kinds = [entry[0] for entry in card.entries("rows", "copy")]
+    assert kinds == ["copy", "rows", "copy", "copy", "copy", "rows", "copy", "rows"]
+    sizes = [size // SIZE for _, _, size in card.device.copied()]
+    assert sizes == [3, 1, 4, 3, 3]
+    (pairs,) = card.entries("pairs")
+    # Behind the two buffers of the way out; what is not gathered is not among them.
+    assert [source for source, _ in pairs[2]] == [46, 47, 48, 49, 50, 51, 46, 47, 48]  # type: ignore[attr-defined]
+    assert [target for _, target in pairs[2]] == [39, 20, 21, 28, 26, 24, 22, 18, 16]  # type: ignore[attr-defined]
+
+
+def test_a_buffers_gather_and_its_copy_are_not_parted_by_another_thread(
+    scattered: Scattered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = scattered
+    device, plain = card.device, card.device.copy_rows
+    between = threading.Event()
+    other: list[threading.Thread] = []
+    host = np.zeros(9 * SIZE, np.uint8)
+    card.copies.register(host.ctypes.data, host.size)
+    second = (38, 36, 34, 32, 30, 28, 26, 24, 22)
+
+    def begin() -> None:
+        finish(card.pool.begin_out(second, host.data, card.pool.fence()))
+
+    def slowly(*args: Any) -> None:
+        plain(*args)
+        if not other:
+            other.append(threading.Thread(target=begin))
+            other[0].start()
+            between.wait(0.1)  # were there nothing to stop it, it would be through by then
+
+    monkeypatch.setattr(device, "copy_rows", slowly)
+    finish(card.pool.begin_out(card.IDS, card.view(11), card.pool.fence()))
+    other[0].join()
+    assert card.slab[: 11 * SIZE : SIZE].tolist() == [block + 1 for block in card.IDS]
+    assert host[::SIZE].tolist() == [block + 1 for block in second]
+
+
+@pytest.mark.parametrize("left", range(8))
+def test_a_gather_that_fails_leaves_nothing_under_way(scattered: Scattered, left: int) -> None:
+    card = scattered
+    card.device.copies_left = left
+    with pytest.raises(RuntimeError, match="the bus is broken"):
+        card.pool.begin_out(card.IDS, card.view(11), card.pool.fence())
+    assert card.device.in_flight() == 0
+    card.device.copies_left = 100
+    card.pool.copy_out(card.IDS, card.view(11))
+    assert card.slab[: 11 * SIZE : SIZE].tolist() == [block + 1 for block in card.IDS]
+
+
+def test_blocks_that_cannot_be_gathered_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ring, multiple in ((2 * SIZE - 1, 16), (3 * SIZE, SIZE + 1)):
+        monkeypatch.setattr(copying, "RING_BYTES", ring)
+        monkeypatch.setattr(copying, "COPY_BYTES_MULTIPLE", multiple)
+        card = Scattered()
+        card.pool.copy_out(card.IDS, card.view(11))
+        assert card.slab[: 11 * SIZE : SIZE].tolist() == [block + 1 for block in card.IDS]
+        assert card.pool._memory.shape == (40, SIZE)
+        kinds = [entry[0] for entry in card.device.log]
+        assert kinds == ["wait"] * 2 + ["copy"] * 10 + ["synchronize"] * 2
 
 
 def test_memory_that_is_not_registered_goes_through_pinned_buffers(
@@ -211,6 +321,34 @@ def test_bytes_that_cannot_be_written_are_kept_until_they_are_read(card: Card) -
     torch.zeros(SIZE, dtype=torch.uint8)  # takes the memory, were it free
     finish(wait)
     assert card.held()[4] == 33
+
+
+@pytest.mark.gpu
+def test_scattered_blocks_on_a_card() -> None:
+    """Four buffers' worth of blocks, in an order of their own, there and back."""
+    device = torch.device("cuda")
+    layout = KvLayout(resolve_kv_dtype("fp16"), 36, 2, 128, 16)
+    copies = CardCopies(CudaCopyDevice(device))
+    pool = PagedPool(layout, 200, device, copies)
+    pool.storage.random_(0, 256)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1)).tolist()
+    there, back = order[:60], order[60:120]
+    slab = Slab.create("a test", layout.payload_bytes(60))
+    undo = copies.register(np.frombuffer(slab.view, np.uint8).ctypes.data, slab.length)
+    assert undo is not None
+    slow = torch.ones(4096, 4096, device=device)
+    for _ in range(20):
+        slow = slow @ slow
+    pool.storage[there[20]] = 77
+    others = order[120:]
+    kept = pool.storage[others].clone()
+    finish(pool.begin_out(there, slab.view, pool.fence()))
+    finish(pool.begin_in(back, slab.view, pool.fence()))
+    assert torch.equal(pool.storage[back], pool.storage[there])
+    assert torch.equal(pool.storage[others], kept)
+    assert bool((pool.storage[back[20]] == 77).all())
+    undo()
+    slab.close()
 
 
 @pytest.mark.gpu

@@ -39,12 +39,14 @@ class MemoryBudget:
     scratch: int
     """Activations, attention's partial results, workspaces."""
     graphs: int
+    swaps: int = 0
+    """Buffers that swaps are gathered in."""
     kv: int = 0
 
     @property
     def used(self) -> int:
         """All of it."""
-        return self.context + self.weights + self.scratch + self.graphs + self.kv
+        return self.context + self.weights + self.scratch + self.graphs + self.swaps + self.kv
 
     @property
     def left(self) -> int:
@@ -63,6 +65,7 @@ class MemoryBudget:
             ("weights", self.weights),
             ("scratch", self.scratch),
             ("graphs", self.graphs),
+            ("swap buffers", self.swaps),
             ("KV pool", self.kv),
             ("left", self.left),
             ("card", self.card),
@@ -108,5 +111,5 @@ def _shares(budget: MemoryBudget) -> str:
     return (
         f"context and others take {budget.context / MIB:,.0f}, weights "
         f"{budget.weights / MIB:,.0f}, scratch {budget.scratch / MIB:,.0f}, graphs "
-        f"{budget.graphs / MIB:,.0f}"
+        f"{budget.graphs / MIB:,.0f}, swap buffers {budget.swaps / MIB:,.0f}"
     )

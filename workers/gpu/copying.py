@@ -2,7 +2,11 @@
 
 *Side streams* carry them, so that what leaves and what comes in share the bus and neither waits for
 a step: in each direction two, in turn, for between two copies of one stream the bus idles as long
-as a quarter of a block takes. What keeps a copy and the steps apart:
+as a quarter of a block takes. Many short runs of blocks therefore cross the bus together: a kernel
+gathers them in a *ring buffer* on the card, or scatters them from there, in a small part of the
+time that the bus takes, and beside it. Each side stream has a buffer of its own, and what a thread
+launches for one load of it is not mixed with another thread's: so the order of the stream keeps a
+gather from a buffer that is still read. What keeps a copy and the steps apart:
 
 * A copy waits, on the card, for its *fence*: an event behind every step that was launched when the
   copy was asked for. The last step that touched its blocks is one of them, whether the copy reads
@@ -20,7 +24,6 @@ the host. Where nothing can be pinned, the driver stages by itself, more slowly.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import logging
 import queue
@@ -30,9 +33,9 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol
 
-import torch
+from torch import Tensor
 
-from deepinfer.workers.pool import Span, Wait
+from deepinfer.workers.pool import BlockRun, Wait, merge_runs
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +46,19 @@ LANES: Final = 2
 """Copies that may be staged at once; others wait for their turn."""
 STREAMS: Final = 2
 """In each direction."""
-FEW_SPANS: Final = 8
-"""More are spread over the streams; so few are not worth another event."""
+FEW_RUNS: Final = 8
+"""More are spread over the streams and gathered; so few are worth neither."""
+RING_BYTES: Final = 8 << 20
+"""Of one ring buffer, at most. On a bus of 55 GB/s a copy of this length takes 150 µs; between two
+it idles for about 2."""
+
+COPY_BYTES_MULTIPLE: Final = 16
+"""Of rows that the device can copy on the card."""
 
 Event = Any
 """What a device's events are is its own business."""
+Pairs = Any
+"""So is how it holds pairs of block ids."""
 
 
 class Way(Enum):
@@ -76,6 +87,17 @@ class CopyDevice(Protocol):
         """Start copying ``size`` bytes between addresses, one of which is the card's."""
         ...
 
+    def pairs(self, way: Way, pairs: Sequence[tuple[int, int]]) -> Pairs:
+        """(from, to) rows, for ``copy_rows`` on that way's streams from now on.
+
+        Whoever asks keeps them until the last such copy has ended.
+        """
+        ...
+
+    def copy_rows(self, way: Way, stream: int, memory: Tensor, pairs: Pairs, some: range) -> None:
+        """Start copying rows of ``memory``, which is the card's: ``some`` of the pairs."""
+        ...
+
     def copies_event(self, way: Way, stream: int) -> Event:
         """An event behind every copy on that stream so far."""
         ...
@@ -93,6 +115,23 @@ class CopyDevice(Protocol):
     def pinned(self, size: int) -> int:
         """Address of new pinned memory, kept as long as the device. Raises PinError."""
         ...
+
+
+class Span(NamedTuple):
+    """Adjacent bytes of a pool, by their address."""
+
+    address: int
+    size: int
+
+
+class _Load(NamedTuple):
+    """What crosses the bus as one copy."""
+
+    stream: int
+    span: Span
+    """Blocks, or a ring buffer."""
+    gathered: range
+    """The call's pairs that fill the buffer, or empty it; none for blocks."""
 
 
 class _Staged(NamedTuple):
@@ -115,6 +154,9 @@ class CardCopies:
         self._lanes: queue.SimpleQueue[tuple[int, ...]] | None = None
         self._unstaged = False
         self._turns = itertools.count()
+        self._launching = {
+            (way, stream): threading.Lock() for way in Way for stream in range(STREAMS)
+        }
 
     def fence(self) -> Event:
         """Behind every step launched so far."""
@@ -148,46 +190,74 @@ class CardCopies:
 
         return undo
 
-    def start_out(self, spans: Sequence[Span], host: int, fence: Event) -> Wait | None:
-        """Copy ``spans`` of the card, one behind the other, to the address ``host``.
+    def ring_rows(self, block_bytes: int) -> int:
+        """Rows that a pool of such blocks has behind its own, for the ring buffers.
 
-        Returns what waits until that is done; None: it is. Whoever is given a wait must call it,
-        and keep the host memory until then.
+        None for blocks that are too long to be worth gathering, or of a length that the kernel does
+        not take.
         """
-        return self._start(Way.OUT, spans, host, fence)
+        return len(self._launching) * _buffer_rows(block_bytes)
 
-    def start_in(self, spans: Sequence[Span], host: int, fence: Event) -> Wait | None:
-        """As ``start_out``, the other way."""
-        return self._start(Way.IN, spans, host, fence)
+    def start_out(
+        self, memory: Tensor, block_ids: Sequence[int], host: int, fence: Event
+    ) -> Wait | None:
+        """Copy rows of ``memory``, in the order given, to the address ``host``.
 
-    def _start(self, way: Way, spans: Sequence[Span], host: int, fence: Event) -> Wait | None:
+        ``memory`` is uint8 ``[blocks + ring_rows, block_bytes]``. Returns what waits until that is
+        done; None: it is. Whoever is given a wait must call it, and keep the host memory until
+        then.
+        """
+        return self._start(Way.OUT, memory, block_ids, host, fence)
+
+    def start_in(
+        self, memory: Tensor, block_ids: Sequence[int], host: int, fence: Event
+    ) -> Wait | None:
+        """As ``start_out``, the other way. No block may be named twice."""
+        return self._start(Way.IN, memory, block_ids, host, fence)
+
+    def _start(
+        self, way: Way, memory: Tensor, block_ids: Sequence[int], host: int, fence: Event
+    ) -> Wait | None:
         device = self._device
         turn = next(self._turns) % STREAMS
-        size = sum(span.size for span in spans)
-        if not self._is_registered(host, size):
+        runs = list(merge_runs(block_ids))
+        if not self._is_registered(host, len(block_ids) * memory.shape[1]):
             lanes = self._staging()
             if lanes is not None:
                 device.wait_for(way, turn, fence)
-                self._staged(lanes, way, turn, spans, host)
+                self._staged(lanes, way, turn, [_span(memory, run) for run in runs], host)
                 return None
-        streams: Sequence[int] = range(STREAMS) if len(spans) > FEW_SPANS else (turn,)
+        streams = [(turn + n) % STREAMS for n in range(STREAMS if len(runs) > FEW_RUNS else 1)]
+        loads, pairs = _plan(way, memory, runs, streams)
         for stream in streams:
             device.wait_for(way, stream, fence)
+        table: Pairs = None
         try:
-            for number, span in enumerate(spans):
-                self._copy(way, streams[number % len(streams)], span.address, host, span.size)
-                host += span.size
+            if pairs:
+                table = device.pairs(way, pairs)
+            for load in loads:
+                self._launch(way, memory, load, table, host)
+                host += load.span.size
         except BaseException:
             for stream in streams:
                 device.synchronize(device.copies_event(way, stream))
             raise
         events = [device.copies_event(way, stream) for stream in streams]
 
-        def wait() -> None:
+        def wait(_kept: Pairs = table) -> None:
             for event in events:
                 device.synchronize(event)
 
         return wait
+
+    def _launch(self, way: Way, memory: Tensor, load: _Load, table: Pairs, host: int) -> None:
+        stream, (address, size), gathered = load
+        with self._launching[way, stream]:
+            if gathered and way is Way.OUT:
+                self._device.copy_rows(way, stream, memory, table, gathered)
+            self._copy(way, stream, address, host, size)
+            if gathered and way is Way.IN:
+                self._device.copy_rows(way, stream, memory, table, gathered)
 
     def _copy(self, way: Way, stream: int, card: int, host: int, size: int) -> None:
         target, source = (host, card) if way is Way.OUT else (card, host)
@@ -252,69 +322,56 @@ class CardCopies:
             ctypes.memmove(staged.host, staged.buffer, staged.size)
 
 
+def _buffer_rows(block_bytes: int) -> int:
+    """Blocks of one ring buffer; 0: such blocks are not gathered."""
+    rows = RING_BYTES // block_bytes
+    return 0 if rows < 2 or block_bytes % COPY_BYTES_MULTIPLE else rows
+
+
+def _span(memory: Tensor, run: BlockRun) -> Span:
+    size = memory.shape[1]
+    return Span(memory.data_ptr() + run.first * size, run.count * size)
+
+
+def _plan(
+    way: Way, memory: Tensor, runs: Sequence[BlockRun], streams: Sequence[int]
+) -> tuple[list[_Load], list[tuple[int, int]]]:
+    """How the runs cross the bus, in their order; and the pairs of rows to copy on the card."""
+    loads: list[_Load] = []
+    pairs: list[tuple[int, int]] = []
+    rows = _buffer_rows(memory.shape[1])
+    ring = len(memory) - len(Way) * STREAMS * rows + (STREAMS * rows if way is Way.IN else 0)
+    for number, group in enumerate(_groups(runs, rows if len(runs) > FEW_RUNS else 0)):
+        stream = streams[number % len(streams)]
+        begin = len(pairs)
+        if len(group) == 1:
+            span = _span(memory, group[0])
+        else:
+            blocks = [run.first + at for run in group for at in range(run.count)]
+            buffer = ring + stream * rows
+            span = _span(memory, BlockRun(buffer, len(blocks)))
+            there = enumerate(blocks, buffer)
+            pairs += [(block, row) if way is Way.OUT else (row, block) for row, block in there]
+        loads.append(_Load(stream, span, range(begin, len(pairs))))
+    return loads, pairs
+
+
+def _groups(runs: Sequence[BlockRun], most: int) -> Iterator[list[BlockRun]]:
+    """Neighbours of at most ``most`` blocks together; a run that is longer, by itself."""
+    group: list[BlockRun] = []
+    blocks = 0
+    for run in runs:
+        if group and blocks + run.count > most:
+            yield group
+            group, blocks = [], 0
+        group.append(run)
+        blocks += run.count
+    if group:
+        yield group
+
+
 def _pieces(spans: Sequence[Span]) -> Iterator[Span]:
     """The spans cut to the length of a staging buffer."""
     for address, size in spans:
         for begin in range(0, size, STAGING_BYTES):
             yield Span(address + begin, min(STAGING_BYTES, size - begin))
-
-
-class CudaCopyDevice:
-    """A CUDA device. Steps are on the stream that is current where this is made."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Not torch's cudart: CuPy's clears the error of a call that is refused, so that the next
-        # kernel is not blamed for it; and its copies take plain addresses.
-        self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
-        self._steps = torch.cuda.current_stream(device)
-        self._streams = {
-            way: [
-                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                for _ in range(STREAMS)
-            ]
-            for way in Way
-        }
-        self._kinds = {
-            Way.OUT: self._runtime.memcpyDeviceToHost,
-            Way.IN: self._runtime.memcpyHostToDevice,
-        }
-        self._kept: list[torch.Tensor] = []
-
-    def steps_event(self) -> Event:
-        return self._event(self._steps)
-
-    def wait_for(self, way: Way, stream: int, event: Event) -> None:
-        self._streams[way][stream].wait_event(event)
-
-    def copy(self, way: Way, stream: int, target: int, source: int, size: int) -> None:
-        handle = self._streams[way][stream].cuda_stream
-        self._runtime.memcpyAsync(target, source, size, self._kinds[way], handle)
-
-    def copies_event(self, way: Way, stream: int) -> Event:
-        return self._event(self._streams[way][stream])
-
-    def synchronize(self, event: Event) -> None:
-        event.synchronize()
-
-    def register(self, address: int, size: int) -> None:
-        try:
-            self._runtime.hostRegister(address, size, self._runtime.hostAllocPortable)
-        except self._runtime.CUDARuntimeError as error:
-            raise PinError(str(error)) from error
-
-    def unregister(self, address: int) -> None:
-        self._runtime.hostUnregister(address)
-
-    def pinned(self, size: int) -> int:
-        try:
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            raise PinError(str(error).partition("\n")[0]) from error
-        self._kept.append(memory)
-        return memory.data_ptr()
-
-    @staticmethod
-    def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event

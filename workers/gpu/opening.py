@@ -28,7 +28,8 @@ from deepinfer.workers.gpu.budget import (
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.bus import probe_bus
 from deepinfer.workers.gpu.card import Card, GpuMemoryError
-from deepinfer.workers.gpu.copying import CardCopies, CudaCopyDevice
+from deepinfer.workers.gpu.copy_device import CudaCopyDevice
+from deepinfer.workers.gpu.copying import CardCopies
 from deepinfer.workers.gpu.decoder import GpuDecoder
 from deepinfer.workers.gpu.graphs import buckets, row_bucket, wide_buckets
 from deepinfer.workers.gpu.limits import StepLimits
@@ -132,8 +133,10 @@ def open_gpu(
             _workspace(model.config, card, sequences),
             card.device,
         )
+    copies = CardCopies(CudaCopyDevice(card.device))
     budget = replace(
         budget,
+        swaps=layout.payload_bytes(copies.ring_rows(layout.block_bytes)),
         # Besides the buffers: a block of the runner's for each sequence that is a step ahead.
         scratch=torch.cuda.memory_reserved()
         - before
@@ -149,9 +152,7 @@ def open_gpu(
         blocks = blocks_that_fit(budget, layout, blocks)
     else:
         check_fits(budget, layout, blocks)
-    pool = PagedPool(
-        layout, blocks + sequences, card.device, CardCopies(CudaCopyDevice(card.device))
-    )
+    pool = PagedPool(layout, blocks + sequences, card.device, copies)
     runner = make_runner(
         weights,
         pool,
