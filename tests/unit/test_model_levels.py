@@ -1,0 +1,51 @@
+"""Levels of precision: which layers they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepinfer.workers.model.levels import LEVELS_MAX, PrecisionLevels
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 36])
+@pytest.mark.parametrize("count", range(2, LEVELS_MAX + 1))
+def test_levels_rise_from_none_to_all(layers: int, count: int) -> None:
+    levels = PrecisionLevels(layers, count)
+    found = [levels.fp8_layers(level) for level in range(count)]
+    assert not any(found[0])
+    assert all(found[-1])
+    for less, more in zip(found, found[1:], strict=False):
+        assert all(b or not a for a, b in zip(less, more, strict=True))
+    shares = [sum(each) / layers for each in found]
+    for level, share in enumerate(shares):
+        assert abs(share - level / (count - 1)) <= 0.5 / layers
+    assert [levels.fp8_head(level) for level in range(count)] == [False] * (count - 1) + [True]
+
+
+def test_a_given_order_says_who_is_first() -> None:
+    assert PrecisionLevels(3, 4, (2, 0, 1)).fp8_layers(1) == (False, False, True)
+    assert PrecisionLevels(5, 2).order == (2, 1, 3, 0, 4)
+
+
+def test_a_plain_model_has_one_level() -> None:
+    levels = PrecisionLevels(3)
+    assert levels.fp8_layers(0) == (False,) * 3
+    assert not levels.fp8_head(0)
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+def test_an_unknown_level_is_named(level: int) -> None:
+    with pytest.raises(ValueError, match=rf"precision level {level}: this model has 0\.\.2"):
+        PrecisionLevels(4, 3).fp8_layers(level)
+
+
+@pytest.mark.parametrize("count", [0, LEVELS_MAX + 1])
+def test_too_many_levels_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"precision levels: {count}, must be 1 to 6"):
+        PrecisionLevels(4, count)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 1, 1), (1, 2, 3)])
+def test_an_order_that_leaves_a_layer_out_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must name each of 0\.\.2 once"):
+        PrecisionLevels(3, 2, order)

@@ -1,0 +1,72 @@
+"""Which layers of a nested model compute in FP8, by the level of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+LEVELS_MAX: Final = 6
+"""A set of graphs each: more would cost more memory than they tell apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionLevels:
+    """``count`` levels of a model of ``layers``: 0 is FP16, the last one FP8 with the LM head.
+
+    Between them the first layers of ``order`` are in FP8: the least sensitive first. Every layer is
+    named in it once; empty: from the middle of the model outwards. A model that is not nested has
+    one level.
+
+    Raises:
+        ValueError: names the field, its value and what is allowed.
+    """
+
+    layers: int
+    count: int = 1
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= LEVELS_MAX:
+            raise ValueError(f"precision levels: {self.count}, must be 1 to {LEVELS_MAX}")
+        if not self.order:
+            object.__setattr__(self, "order", _outwards(self.layers))
+        elif sorted(self.order) != list(range(self.layers)):
+            raise ValueError(
+                f"the order of layers names {_shown(self.order)}: must name each of "
+                f"0..{self.layers - 1} once"
+            )
+
+    @property
+    def last(self) -> int:
+        """The level with the most in FP8."""
+        return self.count - 1
+
+    def in_fp8(self, level: int) -> int:
+        """How many layers compute in FP8."""
+        self.check(level)
+        return 0 if self.count == 1 else (2 * level * self.layers + self.last) // (2 * self.last)
+
+    def fp8_layers(self, level: int) -> tuple[bool, ...]:
+        """For each layer whether it computes in FP8. Raises ValueError for an unknown level."""
+        chosen = set(self.order[: self.in_fp8(level)])
+        return tuple(layer in chosen for layer in range(self.layers))
+
+    def fp8_head(self, level: int) -> bool:
+        """Whether the LM head computes in FP8."""
+        self.check(level)
+        return self.count > 1 and level == self.last
+
+    def check(self, level: int) -> None:
+        """Raise ValueError for a level that there is not."""
+        if not 0 <= level < self.count:
+            raise ValueError(f"precision level {level}: this model has 0..{self.last}")
+
+
+def _outwards(layers: int) -> tuple[int, ...]:
+    """All layers, those in the middle first: the first and the last are the most sensitive."""
+    return tuple(sorted(range(layers), key=lambda layer: abs(2 * layer - layers + 1)))
+
+
+def _shown(order: Sequence[int]) -> str:
+    return ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
