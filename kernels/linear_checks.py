@@ -26,3 +26,13 @@ def check_tensor(
         raise ValueError(f"{name} is on {tensor.device}, the other tensors on {device}")
     if tensor.data_ptr() % 16 and tensor.dtype == torch.float16 and tensor.ndim == 2:
         raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes")
+
+
+def float32_bias(name: str, bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    """``bias`` half or float32, one value a row of ``weight``, as float32."""
+    if bias is None:
+        return None
+    if bias.dtype not in (torch.float16, torch.float32):
+        raise ValueError(f"{name} is {bias.dtype}, it must be torch.float16 or torch.float32")
+    check_tensor(name, bias, bias.dtype, (weight.shape[0],), weight.device)
+    return bias.float()

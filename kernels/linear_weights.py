@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.linear_checks import check_tensor
+from deepinfer.kernels.linear_checks import check_tensor, float32_bias
 
 _NIBBLE_BYTES: Final = ((0, 2), (4, 6), (1, 3), (5, 7))
 """Which two of a word's eight elements each byte holds, low nibble first."""
@@ -32,7 +32,7 @@ class F16Weight:
     def __post_init__(self) -> None:
         check_tensor("F16Weight.weight", self.weight, torch.float16, (None, None))
         _check_width("F16Weight.weight", self.weight.shape[1])
-        object.__setattr__(self, "bias", _bias("F16Weight.bias", self.bias, self.weight))
+        object.__setattr__(self, "bias", float32_bias("F16Weight.bias", self.bias, self.weight))
 
     @property
     def rows(self) -> int:
@@ -77,7 +77,7 @@ class W4Weight:
             shape = (self.scales.shape[0], self.scales.shape[1])
             check_tensor("W4Weight.zeros", self.zeros, torch.uint8, shape, self.device)
             object.__setattr__(self, "zeros", _readable(self.zeros))
-        object.__setattr__(self, "bias", _bias("W4Weight.bias", self.bias, self.scales))
+        object.__setattr__(self, "bias", float32_bias("W4Weight.bias", self.bias, self.scales))
 
     @property
     def rows(self) -> int:
@@ -157,15 +157,6 @@ def unpack_w4(weight: W4Weight) -> Tensor:
 def _check_width(name: str, columns: int) -> None:
     if columns == 0 or columns % 32:
         raise ValueError(f"{name} has {columns} columns, which is no multiple of 32")
-
-
-def _bias(name: str, bias: Tensor | None, weight: Tensor) -> Tensor | None:
-    if bias is None:
-        return None
-    if bias.dtype not in (torch.float16, torch.float32):
-        raise ValueError(f"{name} is {bias.dtype}, it must be torch.float16 or torch.float32")
-    check_tensor(name, bias, bias.dtype, (weight.shape[0],), weight.device)
-    return bias.float()
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from deepinfer.kvstore.core.ids import Seq
+from deepinfer.kvstore.core.precision import StepCost
 from deepinfer.kvstore.core.requests import Token
 from deepinfer.workers.core.events import Chunk, StepDone, StepOutput, StepPlan, StepScores
 from deepinfer.workers.failpoints import Failpoints
@@ -39,10 +40,18 @@ class Runner(Protocol):
     @property
     def backend(self) -> SamplingBackend: ...
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor: ...
+    @property
+    def levels(self) -> int:
+        """How many levels the weights have; those of a model that is not nested have one."""
+
+    @property
+    def costs(self) -> tuple[StepCost, ...]:
+        """What steps take at each level; () if that was not measured."""
+
+    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> torch.Tensor: ...
 
     def forward_and_score(
-        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit
+        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit, level: int = 0
     ) -> torch.Tensor: ...
 
 
@@ -52,6 +61,16 @@ class Engine:
     def __init__(self, runner: Runner, failpoints: Failpoints | None = None) -> None:
         self._runner = runner
         self._failpoints = failpoints or Failpoints()
+
+    @property
+    def levels(self) -> int:
+        """Levels that a plan may name: one more than the highest."""
+        return self._runner.levels
+
+    @property
+    def costs(self) -> tuple[StepCost, ...]:
+        """What steps take at each level; () if that was not measured."""
+        return self._runner.costs
 
     @property
     def kv_saturations(self) -> int:
@@ -70,15 +89,15 @@ class Engine:
         if sane:
             slices = [SequenceSlice(c.token_ids, c.start, c.block_table, c.sample) for c in sane]
             if any(chunk.score_ids for chunk in sane):
-                logits, scores = self._score(slices, sane, failed)
+                logits, scores = self._score(slices, sane, failed, plan.level)
             else:
-                logits = self._runner.forward(slices)
+                logits = self._runner.forward(slices, plan.level)
             self._hit(sane)
             outputs = self._sample(logits, [c for c in sane if c.sample], failed)
         return StepDone(plan.step, outputs, tuple(failed), scores)
 
     def _score(
-        self, slices: list[SequenceSlice], chunks: list[Chunk], failed: list[Seq]
+        self, slices: list[SequenceSlice], chunks: list[Chunk], failed: list[Seq], level: int
     ) -> tuple[torch.Tensor, tuple[StepScores, ...]]:
         """Compute a step in which prompt tokens are scored; chunks without one go to ``failed``."""
         scored: list[list[Token]] = [[] for _ in chunks]
@@ -99,7 +118,7 @@ class Engine:
                 log.warning("%s: its prompt cannot be scored: %s", chunk.seq, error)
                 failed.append(chunk.seq)
 
-        logits = self._runner.forward_and_score(slices, rows, visit)
+        logits = self._runner.forward_and_score(slices, rows, visit, level)
         return logits, tuple(
             StepScores(chunk.seq, chunk.run, tuple(tokens))
             for chunk, tokens in zip(chunks, scored, strict=True)

@@ -24,8 +24,14 @@ class FakeRunner:
 
     config: Any = SimpleNamespace(max_positions=10, vocab_size=VOCAB)
     backend: Any = SimpleNamespace(sample=sampler.sample, kv_saturations=0)
+    levels = 2
+    costs = ()
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    def __init__(self) -> None:
+        self.steps_at: list[int] = []
+
+    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> torch.Tensor:
+        self.steps_at.append(level)
         lasts = [part.token_ids[-1] for part in slices if part.logits]
         if 7 in lasts:
             raise RuntimeError("an illegal memory access")
@@ -37,7 +43,7 @@ class FakeRunner:
         return logits
 
     def forward_and_score(
-        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit
+        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit, level: int = 0
     ) -> torch.Tensor:
         raise AssertionError("nobody here asks for the prompt's log-probabilities")
 
@@ -63,6 +69,15 @@ def chunk(
 
 def step(*chunks: Chunk) -> StepDone:
     return Engine(FakeRunner()).run(StepPlan(4, chunks))
+
+
+def test_a_step_runs_at_the_level_of_its_plan() -> None:
+    runner = FakeRunner()
+    engine = Engine(runner)
+    for number, level in enumerate((0, 1, 0)):
+        engine.run(StepPlan(number, (chunk("a", 1),), level))
+    assert runner.steps_at == [0, 1, 0]
+    assert engine.levels == 2
 
 
 def test_only_chunks_that_sample_get_tokens() -> None:

@@ -176,6 +176,8 @@ class StepPlan(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
+    level: int = 0
+    """The mode of a nested model's weights: 0 is FP16 in every layer (kvstore.core.precision)."""
 class SendToGateway(NamedTuple):
     """Send, opening the link if there is none. What cannot be sent is dropped."""
 

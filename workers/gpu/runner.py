@@ -15,6 +15,7 @@ from torch import Tensor
 from deepinfer.kernels.attention import partition_for
 from deepinfer.kernels.pointwise import copy_blocks
 from deepinfer.kernels.prefill import PrefillSpan, plan_for
+from deepinfer.kvstore.core.precision import StepCost
 from deepinfer.workers.gpu.ahead import Claim, Lookout
 from deepinfer.workers.gpu.decoder import GpuDecoder, WideStep
 from deepinfer.workers.gpu.graphs import (
@@ -33,7 +34,7 @@ from deepinfer.workers.gpu.graphs import (
 from deepinfer.workers.gpu.inputs import InputShape, InputViews, StepInputs, on_card
 from deepinfer.workers.gpu.limits import StepLimits, check_slices
 from deepinfer.workers.gpu.sampler import GpuSampler
-from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit
+from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit, check_level
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.sampler import SampleRow
 
@@ -84,6 +85,8 @@ class GpuRunner:
         self.pool = pool
         self.backend = sampler
         self.counters = StepCounters()
+        self.levels = 1
+        self.costs: tuple[StepCost, ...] = ()
         self._limits = limits
         self._fused_rows = fused_rows
         self._multiprocessors = multiprocessors
@@ -136,7 +139,7 @@ class GpuRunner:
         gc.freeze()
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
+    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> Tensor:
         """Compute ``slices`` in one step.
 
         Returns float32 ``[slices that want logits, vocab]``, in their order, a part of a buffer.
@@ -147,6 +150,7 @@ class GpuRunner:
         for more rows or slices than ``StepLimits`` names.
         """
         begin = time.perf_counter_ns()
+        check_level(level, self.levels)
         check_slices(slices, self.config, self.pool.layout, self._limits)
         self.backend.forget()
         claim = self._claim(slices)
@@ -244,7 +248,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def forward_and_score(
-        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit
+        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit, level: int = 0
     ) -> Tensor:
         """As ``forward``, and show ``visit`` the logits of further rows.
 
@@ -252,6 +256,7 @@ class GpuRunner:
         logits)`` gets float32 ``[some rows, vocab]`` of slice ``i`` from row ``first`` on, a part
         of a buffer that the next call overwrites.
         """
+        check_level(level, self.levels)
         check_slices(slices, self.config, self.pool.layout, self._limits)
         self.backend.forget()
         self._lookout.forget()

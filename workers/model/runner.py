@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from deepinfer.kvstore.core.precision import StepCost
 from deepinfer.workers.backends.base import Backend, RowSpan
 from deepinfer.workers.model.decoder import Decoder
 from deepinfer.workers.model.weights import LoadedModel
@@ -36,6 +37,12 @@ class SequenceSlice:
     logits: bool
 
 
+def check_level(level: int, levels: int) -> None:
+    """Raise ValueError unless the weights have the level."""
+    if not 0 <= level < levels:
+        raise ValueError(f"level = {level}: must be 0 to {levels - 1}")
+
+
 class ModelRunner:
     """A decoder bound to a pool. Only the engine thread may call it.
 
@@ -58,11 +65,13 @@ class ModelRunner:
         self.config = config
         self.pool = pool
         self.backend = backend
+        self.levels = 1
+        self.costs: tuple[StepCost, ...] = ()
         with torch.inference_mode():
             backend.calibrate(self.decoder.linears(), layout)
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
+    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> Tensor:
         """Compute ``slices`` in one step.
 
         Returns float32 ``[slices that want logits, vocab]``, in their order. Every slice's K and
@@ -72,6 +81,7 @@ class ModelRunner:
         Raises ValueError naming the slice for: no tokens, a token id outside the vocabulary,
         positions beyond the model's or the block table's reach, a block id outside the pool.
         """
+        check_level(level, self.levels)
         return self._last_logits(slices, self._residual(slices))
 
     def _last_logits(self, slices: Sequence[SequenceSlice], residual: Tensor) -> Tensor:
@@ -96,7 +106,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_and_score(
-        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit
+        self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit, level: int = 0
     ) -> Tensor:
         """As ``forward``, and show ``visit`` the logits of further rows.
 
@@ -104,6 +114,7 @@ class ModelRunner:
         logits)`` gets float32 ``[some rows, vocab]`` of slice ``i`` from row ``first`` on, at most
         ``LOGIT_ROWS`` at once, for what is to be said of them is smaller than they are.
         """
+        check_level(level, self.levels)
         residual = self._residual(slices)
         offset = 0
         for index, (part, wanted) in enumerate(zip(slices, rows, strict=True)):
