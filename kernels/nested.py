@@ -136,7 +136,7 @@ class NestedWeight:
             self._finish(out, part)
         return self._with_outliers(out)
 
-    def slice(self, start: int, stop: int) -> NestedWeight:
+    def row_range(self, start: int, stop: int) -> NestedWeight:
         """Rows ``start`` to ``stop``; planes and shifts are views."""
         starts = places = values = None
         if self.outlier_starts is not None:

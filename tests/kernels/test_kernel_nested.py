@@ -91,11 +91,11 @@ def test_a_gaussian_with_planted_outliers_is_exact(dtype: torch.dtype) -> None:
     coded = encode(weight)
     assert same_bits(coded.decode(), weight)
     shift = torch.zeros(40) if coded.row_shift is None else coded.row_shift
-    listed = {row for row in range(40) if coded.slice(row, row + 1).outliers}
+    listed = {row for row in range(40) if coded.row_range(row, row + 1).outliers}
     assert listed | {int(row) for row in shift.nonzero()} == {3, 17, 39}
     assert not any(shift[row] for row in listed)
     if 17 in listed:
-        assert coded.slice(17, 18).outlier_columns.tolist() == [0, 40, 95]  # type: ignore[union-attr]
+        assert coded.row_range(17, 18).outlier_columns.tolist() == [0, 40, 95]  # type: ignore[union-attr]
     fp8 = coded.decode_fp8()
     error = (fp8.float() - weight.float()).abs()
     # Half of the last of four bits, or of E4M3's subnormal step 2**-17.
@@ -150,7 +150,7 @@ def test_any_matrix_survives_all_that_is_done_to_it(
     coded.check()
     assert same_bits(coded.decode(), weight)
     assert bool(coded.decode_fp8().isfinite().all())
-    parts = [coded.slice(0, 1), coded.slice(1, 4)]
+    parts = [coded.row_range(0, 1), coded.row_range(1, 4)]
     assert same_bits(torch.cat([part.decode() for part in parts]), weight)
     whole = nested.pad(nested.stack([parts[1], parts[0], coded]), rows, columns)
     whole.check()
@@ -218,7 +218,7 @@ def damaged(**changes: list[int]) -> NestedWeight:
     parts = coded.tensors()
     for name, values in changes.items():
         parts[name] = torch.tensor(values, dtype=parts[name].dtype if name in parts else torch.int8)
-    return NestedWeight(**{"lower": None, **parts})
+    return NestedWeight(parts.pop("upper"), parts.pop("lower"), **parts)
 
 
 byte = torch.uint8
