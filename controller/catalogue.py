@@ -43,6 +43,17 @@ _SWAPS = (
                 "Begun and failed; the request went on where it was.",
             ),
             ("kv_cpu_reload_blocks_total", "blocks", "KV blocks copied back in and verified."),
+            (
+                "kv_cpu_prefetches_total",
+                "payloads",
+                "Begun to be fetched from another node's store ahead of their swap-in.",
+            ),
+            ("kv_cpu_prefetches_used_total", "payloads", "Of these, those swapped in from here."),
+            (
+                "kv_cpu_prefetches_wasted_total",
+                "payloads",
+                "Of these, those called off, failed, or resumed elsewhere.",
+            ),
         ),
     ),
     *_of(

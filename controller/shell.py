@@ -35,6 +35,7 @@ from deepinfer.controller.tally import Tally
 from deepinfer.kvstore.core.ids import GatewayId, StoreId, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import (
     Admit,
+    Prefetch,
     ReportReply,
     Reserve,
     StoreReply,
@@ -54,6 +55,9 @@ WORKERS_COUNTERS = (
     "kv_cpu_offload_bytes_total",
     "kv_cpu_offload_failed_total",
     "kv_cpu_reload_blocks_total",
+    "kv_cpu_prefetches_total",
+    "kv_cpu_prefetches_used_total",
+    "kv_cpu_prefetches_wasted_total",
     "cpu_offload_seconds",
     "cpu_reload_seconds",
 )
@@ -174,7 +178,7 @@ class Shell:
             names = (order.gateway,)
         elif isinstance(order, SwapIn):
             names = (order.gateway, order.store)
-        elif isinstance(order, SwapOut):
+        elif isinstance(order, SwapOut | Prefetch) and order.store is not None:
             names = (order.store,)
         directory = {name: self._addresses[name] for name in names if name in self._addresses}
         log.debug("order", worker=worker.worker, order=type(order).__name__, seq=str(order.seq))

@@ -118,6 +118,10 @@ def up(
     max_swapped_requests: Annotated[
         int | None, typer.Option(help="Requests swapped out at a time, at most.")
     ] = None,
+    prefetch_mb: Annotated[
+        int | None,
+        typer.Option(help="Longest payload in MiB fetched ahead from another node; 0: none."),
+    ] = None,
     prefix_cache: Annotated[
         bool | None,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Share equal prompt prefixes."),

@@ -140,6 +140,12 @@ class ClusterConfig(BaseModel):
     max_swapped_requests: int = Field(
         default=1024, ge=0, le=1 << 20, description="Requests swapped out at a time, at most."
     )
+    prefetch_mb: int = Field(
+        default=256,
+        ge=0,
+        le=1 << 20,
+        description="Longest payload in MiB fetched ahead from another node; 0: none.",
+    )
     prefix_cache: bool = Field(
         default=True, description="Share KV blocks of equal prompt prefixes."
     )
@@ -216,7 +222,12 @@ class ClusterConfig(BaseModel):
                 f"max_batch_tokens = {self.max_batch_tokens}"
             )
         if not self.cpu_offload:
-            for name in ("max_cpu_offload_mb", "max_swapped_requests", "store_path"):
+            for name in (
+                "max_cpu_offload_mb",
+                "max_swapped_requests",
+                "prefetch_mb",
+                "store_path",
+            ):
                 if name in self.model_fields_set:
                     raise ValueError(
                         f"{name} = {getattr(self, name)!r} has no meaning with cpu_offload = false"

@@ -27,6 +27,7 @@ from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.heap import keep_freed_buffers
+from deepinfer.kvstore.held import take_held
 from deepinfer.kvstore.link import LocalLink
 from deepinfer.kvstore.remote import RemoteLink
 from deepinfer.kvstore.service import CHANNEL_OPTIONS
@@ -238,6 +239,19 @@ class StoreClient:
         if outcome.status is StoreStatus.OK and outcome.manifest is not None:
             got = outcome.manifest.payload_bytes
         return GetResult(outcome.status, outcome.manifest, got, copy_us, path, outcome.detail)
+
+    async def take(self, manifest: Manifest, payload: memoryview, take: Take) -> GetResult:
+        """Have a payload taken that a ``get`` has brought to memory before; it is verified again.
+
+        ``payload`` is ``payload_bytes`` long, and nobody writes it meanwhile. The store is not
+        asked. BAD_PAYLOAD: it is not what the manifest says any more; what was taken of it is not
+        to be used.
+        """
+        started = time.perf_counter_ns()
+        outcome = await take_held(self._executor, manifest, payload, take)
+        copy_us = (time.perf_counter_ns() - started) // 1000
+        got = manifest.payload_bytes if outcome.status is StoreStatus.OK else 0
+        return GetResult(outcome.status, manifest, got, copy_us, self._path, outcome.detail)
 
     async def _over(
         self,

@@ -15,9 +15,11 @@ from deepinfer.workers.core.core import SWAP_COUNTERS, WorkerCore
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
+    CancelPrefetch,
     Commit,
     FetchPayload,
     ForgetSeq,
+    PrefetchPayload,
     PutPayload,
     Report,
     Resolve,
@@ -57,7 +59,7 @@ class Reports(Protocol):
 class Swapper(Protocol):
     """Copies and the store's calls: ``workers.swap.StoreSwapper``, or a test's.
 
-    Each method starts something; its answer is an event.
+    Each method starts something; its answer is an event. (Those of prefetches have none.)
     """
 
     def learn(self, addresses: Mapping[StoreId, str]) -> None: ...
@@ -73,6 +75,10 @@ class Swapper(Protocol):
     def fetch(self, effect: FetchPayload) -> None: ...
 
     def cancel_fetch(self, effect: CancelFetch) -> None: ...
+
+    def prefetch(self, effect: PrefetchPayload) -> None: ...
+
+    def cancel_prefetch(self, effect: CancelPrefetch) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -133,6 +139,8 @@ class WorkerShell:
             Resolve: swapper.resolve,
             FetchPayload: swapper.fetch,
             CancelFetch: swapper.cancel_fetch,
+            PrefetchPayload: swapper.prefetch,
+            CancelPrefetch: swapper.cancel_prefetch,
         }
 
     def start(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
+    CancelPrefetch,
     Commit,
     CommitReply,
     FetchDone,
     FetchPayload,
+    PrefetchPayload,
     PutDone,
     PutPayload,
     Resolve,
@@ -29,6 +32,7 @@ from deepinfer.workers.core.events import (
 )
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.pool import Fence, PagedPool
+from deepinfer.workers.prefetch import Prefetcher
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +126,8 @@ class StoreSwapper:
         self._puts: dict[Ticket, asyncio.Task[PutDone]] = {}
         self._fetches: dict[tuple[Ticket, Run], asyncio.Task[FetchDone]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._register = None if pool.copies is None else pool.copies.register
+        self.prefetcher = Prefetcher(self._register, pool.layout.block_bytes)
 
     def learn(self, addresses: Mapping[StoreId, str]) -> None:
         """Take addresses from an order; a store at another address is another life of it."""
@@ -162,11 +168,18 @@ class StoreSwapper:
         if task is not None:
             task.cancel()
 
+    def prefetch(self, effect: PrefetchPayload) -> None:
+        self.prefetcher.begin(effect, self._client(effect.store))
+
+    def cancel_prefetch(self, effect: CancelPrefetch) -> None:
+        self.prefetcher.drop(effect.ticket)
+
     async def close(self) -> None:
         """Stop every copy, wait until none runs, and hang up."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.prefetcher.close()
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
@@ -233,13 +246,17 @@ class StoreSwapper:
         client = self._client(effect.store)
         if client is None:
             return _unfetched(effect, StoreStatus.UNREACHABLE, f"no address of {effect.store}")
-        done = await self._copy_in(client, effect, fence)
+        done = await self._take_in(client, effect, fence) if effect.ahead else None
+        if done is None:
+            done = await self._copy_in(client, effect, fence)
         if done.status is StoreStatus.OK:
             self._failpoints.hit("after_fetch_before_report")
         return done
 
     def _fetch_ended(self, effect: FetchPayload, task: asyncio.Task[FetchDone]) -> None:
         self._fetches.pop((effect.ticket, effect.run), None)
+        if effect.ahead:
+            self.prefetcher.drop(effect.ticket)
         if task.cancelled():
             done = _unfetched(effect, StoreStatus.UNREACHABLE, "cancelled")
         elif (error := task.exception()) is not None:
@@ -267,16 +284,29 @@ class StoreSwapper:
         result = await client.get(effect.ticket, into)
         if result.status is not StoreStatus.OK or result.manifest is None:
             return _unfetched(effect, result.status, refused or result.detail)
-        manifest = result.manifest
-        return FetchDone(
-            effect.ticket,
-            effect.run,
-            StoreStatus.OK,
-            manifest.token_ids,
-            manifest.blocks,
-            result.copy_us,
-            result.payload_bytes,
-        )
+        ahead = False if effect.ahead else None
+        return _fetched(effect, result.manifest, result.copy_us, ahead)
+
+    async def _take_in(
+        self, client: StoreClient, effect: FetchPayload, fence: Fence
+    ) -> FetchDone | None:
+        """As ``_copy_in``, of what was fetched ahead; None if that is of no use.
+
+        The time is counted from here: what came before held nobody up.
+        """
+        started = time.perf_counter_ns()
+        arrived = await self.prefetcher.payload(effect.ticket)
+        if arrived is None:
+            return None
+        manifest, payload = arrived
+        if (refused := self._identity.refusal(self._pool, manifest, effect)) is not None:
+            log.info("what was fetched ahead as %s: %s", effect.ticket, refused)
+            return None
+        result = await client.take(manifest, payload, self._taker(effect.block_ids, fence))
+        if result.status is not StoreStatus.OK:
+            log.warning("what was fetched ahead as %s: %s", effect.ticket, result.detail)
+            return None
+        return _fetched(effect, manifest, (time.perf_counter_ns() - started) // 1000, True)
 
     def _taker(self, block_ids: Sequence[int], fence: Fence) -> Take:
         block_bytes = self._pool.layout.block_bytes
@@ -303,7 +333,7 @@ class StoreSwapper:
                 token=self._token,
                 path=self._path,
                 node=self._node,
-                on_map=None if self._pool.copies is None else self._pool.copies.register,
+                on_map=self._register,
             )
             self._clients[store] = client
         return client
@@ -315,5 +345,21 @@ class StoreSwapper:
         return task
 
 
+def _fetched(
+    effect: FetchPayload, manifest: Manifest, copy_us: int, ahead: bool | None
+) -> FetchDone:
+    return FetchDone(
+        effect.ticket,
+        effect.run,
+        StoreStatus.OK,
+        manifest.token_ids,
+        manifest.blocks,
+        copy_us,
+        manifest.payload_bytes,
+        ahead=ahead,
+    )
+
+
 def _unfetched(effect: FetchPayload, status: StoreStatus, detail: str) -> FetchDone:
-    return FetchDone(effect.ticket, effect.run, status, (), 0, 0, detail=detail)
+    ahead = False if effect.ahead else None
+    return FetchDone(effect.ticket, effect.run, status, (), 0, 0, detail=detail, ahead=ahead)

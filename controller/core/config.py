@@ -50,6 +50,12 @@ class ControllerConfig:
     """How long a lost gateway's requests wait for another gateway's claim."""
     retry_ms: int = 1000
     """Pause after a refused or failed swap-out before its store is asked again."""
+    prefetch_bytes_max: int = 256 * 2**20
+    """Longest payload that a worker is told to fetch ahead of its resume; 0: none is."""
+    prefetch_renew_ms: int = 10_000
+    """A worker is told again so often; it forgets what it was told after some times as long."""
+    stores_are_mapped: bool = True
+    """Workers map their own node's store: to fetch ahead from there gains nothing."""
 
     def __post_init__(self) -> None:
         def check(name: str, legal: bool, allowed: str) -> None:
@@ -60,7 +66,12 @@ class ControllerConfig:
         check("max_swapped_requests", bound is None or bound >= 0, "None or at least 0")
         check("victims", self.victims in VICTIM_POLICIES, f"one of {', '.join(VICTIM_POLICIES)}")
         check("reserve", self.reserve in RESERVES, f"one of {', '.join(RESERVES)}")
-        for name in ("growth_reserve_blocks", "min_residency_tokens", "reserve_slack_tokens"):
+        for name in (
+            "growth_reserve_blocks",
+            "min_residency_tokens",
+            "reserve_slack_tokens",
+            "prefetch_bytes_max",
+        ):
             check(name, getattr(self, name) >= 0, "at least 0")
         for name in (
             "order_timeout_ms",
@@ -69,6 +80,7 @@ class ControllerConfig:
             "suspect_ms",
             "orphan_grace_ms",
             "retry_ms",
+            "prefetch_renew_ms",
         ):
             check(name, getattr(self, name) >= 1, "at least 1")
         check("dead_ms", self.dead_ms > self.suspect_ms, f"above suspect_ms ({self.suspect_ms})")

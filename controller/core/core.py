@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from deepinfer.controller.core import levels, placement, reconcile, residents, snapshot, swaps
+from deepinfer.controller.core import (
+    levels,
+    placement,
+    prefetch,
+    reconcile,
+    residents,
+    snapshot,
+    swaps,
+)
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.counters import Counters
 from deepinfer.controller.core.events import (
@@ -174,6 +182,7 @@ class ControllerCore:
                 continue
             placement.place_all(world)
             if not (world.dirty or world.dirty_workers):
+                prefetch.look_ahead(world)
                 return
 
     def _look_after(self, worker: Worker) -> None:
@@ -207,6 +216,8 @@ class ControllerCore:
                 assert world.pools.workers[worker_id].residents[seq] is level, seq
             for ticket, held in sequence.tickets.items():
                 assert ticket in world.stores[held.store].tickets, ticket
+            if sequence.hinted is not None:
+                assert world.hints[sequence.hinted].seq == seq, seq
             if sequence.earmark is not None:
                 assert seq in world.pools.workers[sequence.earmark].earmarks, seq
             if world.ready and sequence.live:
@@ -229,6 +240,9 @@ class ControllerCore:
         for store in world.stores.values():
             for ticket in store.tickets:
                 assert ticket.seq in world.sequences, f"{store.id}: {ticket} is unknown"
+        for worker_id, hint in world.hints.items():
+            assert hint.worker.worker == worker_id, worker_id
+            assert world.sequences[hint.seq].hinted == worker_id, f"{hint.seq} is hinted elsewhere"
         for number, seq in world.orders.items():
             assert seq in world.sequences, f"order {number} for {seq}, which is forgotten"
         assert sum(states[s] for s in states if s in COLD) + reserving == world.swapped()

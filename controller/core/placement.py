@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepinfer.controller.core import swaps
+from deepinfer.controller.core import prefetch, swaps
 from deepinfer.controller.core.pools import Worker, blocks_for
 from deepinfer.controller.core.sequences import Placement, Rank, Sequence
 from deepinfer.controller.core.world import World
@@ -48,13 +48,7 @@ def _place_one(world: World) -> bool:
             continue
         worker = world.pools.roomiest(low, high)
         if worker is not None:
-            home = world.pools.workers.get(sequence.home) if sequence.home is not None else None
-            if (
-                home is not None
-                and home.open_posted == worker.open_posted
-                and home.capacity_tokens >= sequence.capacity_needed
-            ):
-                worker = home
+            worker = _preferred(world, sequence, worker)
             assert worker.open_posted is not None
             need = world.need_blocks(sequence, worker)
             if need * worker.block_size <= worker.open_posted:
@@ -62,6 +56,23 @@ def _place_one(world: World) -> bool:
                 return True
         high = low
     return False
+
+
+def _preferred(world: World, sequence: Sequence, roomiest: Worker) -> Worker:
+    """Where the payload is already, if there is room; home, if it has as much as the roomiest."""
+    hinted = world.pools.workers.get(sequence.hinted) if sequence.hinted is not None else None
+    if hinted is not None and hinted.open_posted is not None:
+        need = world.need_blocks(sequence, hinted) * hinted.block_size
+        if need <= hinted.open_posted and hinted.capacity_tokens >= sequence.capacity_needed:
+            return hinted
+    home = world.pools.workers.get(sequence.home) if sequence.home is not None else None
+    if (
+        home is not None
+        and home.open_posted == roomiest.open_posted
+        and home.capacity_tokens >= sequence.capacity_needed
+    ):
+        return home
+    return roomiest
 
 
 def _clear_one(world: World) -> bool:
@@ -128,6 +139,7 @@ def put(world: World, worker: Worker, sequence: Sequence) -> None:
     assert sequence.place is None
     world.leave_line(sequence)
     payload = sequence.payload()
+    prefetch.placed(world, worker, sequence, payload)
     run, number = world.mint(), world.mint()
     order: Admit | SwapIn
     if payload is None:

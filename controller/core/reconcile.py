@@ -6,7 +6,7 @@ sends what is missing or due again, and asks to be woken when time alone would c
 
 from __future__ import annotations
 
-from deepinfer.controller.core import placement, swaps
+from deepinfer.controller.core import placement, prefetch, swaps
 from deepinfer.controller.core.sequences import ENDED, RUNNING, Placement, Resend, Sequence
 from deepinfer.controller.core.world import World
 from deepinfer.kvstore.core.ids import Ticket, WorkerRef
@@ -90,6 +90,7 @@ def _over(world: World, sequence: Sequence) -> bool:
 def _end(world: World, sequence: Sequence) -> None:
     """Want nothing more of it."""
     world.leave_line(sequence)
+    prefetch.over(world, sequence)
     place = sequence.place
     if place is not None:
         if not place.confirmed:

@@ -121,7 +121,7 @@ class Sequence:
     """Facts reported about one sequence, and what the controller wants of it."""
 
     __slots__ = ("bereaved", "cancels", "capacity_min_tokens", "claims", "closed_ms", "earmark",
-                 "expected", "expected_store", "expected_until_ms", "home", "level",
+                 "expected", "expected_store", "expected_until_ms", "hinted", "home", "level",
                  "not_before_ms", "orphan_since_ms", "owner", "place", "preempt",
                  "queue_capacity", "queued", "recovering", "rejected", "residents", "run", "seq",
                  "state", "swap", "swaps", "tickets", "tokens_min", "unfit_since_ms",
@@ -166,6 +166,8 @@ class Sequence:
         """It has lost its KV, and goes before everyone else."""
         self.home: WorkerId | None = None
         """Swapped or preempted: where it was; no room is made there until it is resident again."""
+        self.hinted: WorkerId | None = None
+        """The worker that was told to fetch its payload ahead."""
         self.not_before_ms = 0
         self.rejected: Reject | None = None
         self.unfit_since_ms: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.counters import Counters
@@ -22,6 +23,9 @@ from deepinfer.kvstore.core.ids import (
 )
 from deepinfer.kvstore.core.messages import Order, Release, Reserve
 from deepinfer.kvstore.core.states import State
+
+if TYPE_CHECKING:
+    from deepinfer.controller.core.prefetch import Hint
 
 
 class World:
@@ -51,6 +55,10 @@ class World:
         """Sequences in each state."""
         self.reserving = 0
         """Swap-outs that wait for their store's word."""
+        self.hints: dict[WorkerId, Hint] = {}
+        """What each worker was told to fetch ahead."""
+        self.look_ahead_ms = 0
+        """When that is looked over again."""
         self.effects: list[Effect] = []
         self.dirty: dict[Seq, None] = {}
         """Sequences to be looked at before this event is done."""

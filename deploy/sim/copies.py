@@ -6,6 +6,7 @@ in a stream and the store's handler does it. Either way nothing is hashed but wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from deepinfer.deploy.sim.checker import ViolationError
@@ -15,7 +16,13 @@ from deepinfer.kvstore.core.events import BeginGet, BeginPut, FinishPut, GetGran
 from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreReply, StoreStatus
-from deepinfer.workers.core.events import FetchDone, FetchPayload, PutDone, PutPayload
+from deepinfer.workers.core.events import (
+    FetchDone,
+    FetchPayload,
+    PrefetchPayload,
+    PutDone,
+    PutPayload,
+)
 
 if TYPE_CHECKING:
     from deepinfer.deploy.sim.worker_host import WorkerHost
@@ -197,11 +204,23 @@ class Put:
 class Fetch:
     """One copy into the pool; it ends in exactly one ``FetchDone``."""
 
-    __slots__ = ("_asked", "_cancelled", "_mapping", "_over", "_store", "_store_life", "_worker")
+    __slots__ = (
+        "_ahead",
+        "_asked",
+        "_cancelled",
+        "_mapping",
+        "_over",
+        "_store",
+        "_store_life",
+        "_used_ahead",
+        "_worker",
+    )
 
-    def __init__(self, worker: WorkerHost, asked: FetchPayload) -> None:
+    def __init__(self, worker: WorkerHost, asked: FetchPayload, ahead: Ahead | None) -> None:
         self._worker = worker
         self._asked = asked
+        self._ahead = ahead
+        self._used_ahead = False
         self._store = worker.world.stores[asked.store]
         self._store_life = Incarnation(self._store.life)
         self._cancelled = False
@@ -209,7 +228,20 @@ class Fetch:
         self._mapping = Mapping(worker.ref, BeginGet(asked.ticket, self._store_life))
 
     def begin(self) -> None:
-        """Ask for the pages, or for the bytes."""
+        """Take what was fetched ahead, or ask for the pages, or for the bytes."""
+        if self._ahead is not None:
+            self._ahead.when_over(self._from_ahead)
+        else:
+            self._ask()
+
+    def _from_ahead(self, blocks: tuple[Block, ...], manifest: Manifest | None) -> None:
+        if manifest is None:
+            self._ask()
+        else:
+            self._used_ahead = True
+            self._received((StoreStatus.OK, blocks, manifest))
+
+    def _ask(self) -> None:
         worker, store = self._worker, self._store
         if worker.plan.node == store.plan.node:
             worker.call(
@@ -265,7 +297,7 @@ class Fetch:
     def _verify(self, manifest: Manifest, done: int) -> None:
         copied = tuple(tuple(self._worker.pool[block]) for block in self._asked.block_ids[:done])
         whole = done == manifest.blocks and hash_blocks(copied) == manifest.payload_hash
-        if not whole and not self._worker.world.rotted:
+        if not whole and (self._used_ahead or not self._worker.world.rotted):
             raise ViolationError(
                 f"{self._worker}: payload of {self._asked.ticket} is not what was committed"
             )
@@ -283,6 +315,50 @@ class Fetch:
         )
         token_ids = manifest.token_ids if manifest is not None else ()
         payload_bytes = done * worker.world.block_bytes
+        used = self._used_ahead if asked.ahead else None
         worker.fetch_done(
-            FetchDone(asked.ticket, asked.run, status, token_ids, done, 1, payload_bytes)
+            FetchDone(asked.ticket, asked.run, status, token_ids, done, 1, payload_bytes, "", used)
         )
+
+
+class Ahead:
+    """One payload on its way to host memory, or there: whole and verified, or not at all."""
+
+    __slots__ = ("_answer", "_asked", "_then", "_worker")
+
+    def __init__(self, worker: WorkerHost, asked: PrefetchPayload) -> None:
+        self._worker = worker
+        self._asked = asked
+        self._answer: tuple[tuple[Block, ...], Manifest | None] | None = None
+        self._then: Callable[[tuple[Block, ...], Manifest | None], None] | None = None
+
+    def begin(self) -> None:
+        """Ask for the bytes."""
+        store = self._worker.world.stores[self._asked.store]
+        self._worker.call(
+            store,
+            BeginGet(self._asked.ticket, Incarnation(store.life)),
+            store.serve_get_stream,
+            self._came,
+            lambda: self._end((), None),
+            _CALL_MS,
+        )
+
+    def when_over(self, then: Callable[[tuple[Block, ...], Manifest | None], None]) -> None:
+        """Call ``then`` with the payload once it is there; without a manifest if none comes."""
+        if self._answer is not None:
+            then(*self._answer)
+        else:
+            self._then = then
+
+    def _came(self, answer: tuple[StoreStatus, tuple[Block, ...], Manifest | None]) -> None:
+        _, blocks, manifest = answer
+        if manifest is not None and hash_blocks(blocks) != manifest.payload_hash:
+            manifest = None
+        self._end(blocks, manifest)
+
+    def _end(self, blocks: tuple[Block, ...], manifest: Manifest | None) -> None:
+        if self._answer is None:
+            self._answer = blocks, manifest
+            if self._then is not None:
+                self._then(blocks, manifest)

@@ -77,6 +77,7 @@ def plan_of(given: list[str]) -> Plan:
         reserve_slack_tokens=2,
         max_swapped_requests=None,
         cpu_offload=True,
+        prefetch_blocks=64,
         policy="lru",
         prefix_cache=False,
         report_ms=100,

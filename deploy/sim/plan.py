@@ -101,6 +101,8 @@ class Plan:
     reserve_slack_tokens: int
     max_swapped_requests: int | None
     cpu_offload: bool
+    prefetch_blocks: int
+    """Longest payload that is fetched ahead; 0: none."""
     policy: str
     prefix_cache: bool
     report_ms: int
@@ -201,6 +203,7 @@ def draw(seed: int) -> Plan:
         reserve_slack_tokens=rng.choice((0, 2, 8)),
         max_swapped_requests=rng.choice((0, 1, 2, *(None,) * 7)),
         cpu_offload=rng.random() < 0.95,
+        prefetch_blocks=Random(f"prefetch {seed}").choice((0, 2, 64, 64, 64)),
         policy=rng.choice(("lru", "lru", "youngest", "cost")),
         prefix_cache=rng.random() < 0.7,
         clock_skew_ms=rng.choice((0, 0, 50, 1000)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.deploy.sim.checker import ViolationError
-from deepinfer.deploy.sim.copies import Fetch, Put
+from deepinfer.deploy.sim.copies import Ahead, Fetch, Put
 from deepinfer.deploy.sim.host import Reporter
 from deepinfer.deploy.sim.model import evidence, kv_of, sample
 from deepinfer.deploy.sim.network import Stream
@@ -28,6 +28,7 @@ from deepinfer.workers.core.core import WorkerCore
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
+    CancelPrefetch,
     Chunk,
     Commit,
     CommitReply,
@@ -37,6 +38,7 @@ from deepinfer.workers.core.events import (
     FromGateway,
     GatewayDown,
     GatewayUp,
+    PrefetchPayload,
     PutDone,
     PutPayload,
     Report,
@@ -64,7 +66,17 @@ _CALL_MS = 400
 class WorkerHost(Reporter):
     """One worker. ``pool[block][slot]`` is the KV number stored there."""
 
-    __slots__ = ("_fetches", "_links", "_puts", "_revoked", "_store_lives", "plan", "pool", "ref")
+    __slots__ = (
+        "_ahead",
+        "_fetches",
+        "_links",
+        "_puts",
+        "_revoked",
+        "_store_lives",
+        "plan",
+        "pool",
+        "ref",
+    )
 
     def __init__(self, world: World, plan: WorkerPlan) -> None:
         super().__init__(world, plan.name, Tick())
@@ -74,6 +86,7 @@ class WorkerHost(Reporter):
         self._links: dict[GatewayId, Stream] = {}
         self._puts: dict[Ticket, Put] = {}
         self._fetches: dict[tuple[Ticket, Run], Fetch] = {}
+        self._ahead: dict[Ticket, Ahead] = {}
         self._revoked: set[PutId] = set()
         self._store_lives: dict[Ticket, Incarnation] = {}
         self._performers = {
@@ -85,6 +98,8 @@ class WorkerHost(Reporter):
             Resolve: self._resolve,
             FetchPayload: self._fetch_payload,
             CancelFetch: self._cancel_fetch,
+            PrefetchPayload: self._prefetch_payload,
+            CancelPrefetch: self._cancel_prefetch,
             Report: self._report,
             ForgetSeq: self._forget_seq,
         }
@@ -97,6 +112,7 @@ class WorkerHost(Reporter):
         self._links = {}
         self._puts = {}
         self._fetches = {}
+        self._ahead = {}
         self._revoked = set()
         self._store_lives = {}
         self.core = WorkerCore(
@@ -115,6 +131,7 @@ class WorkerHost(Reporter):
         left = [f"{self.name} has {numbers['residents']}"] if numbers["residents"] else []
         held = ("blocks_held", "blocks_quarantined", "blocks_promised")
         left += [f"{self.name} {name} = {numbers[name]}" for name in held if numbers[name]]
+        left += [f"{self.name} keeps {ticket} ahead" for ticket in self._ahead]
         if not left and numbers["blocks_free"] != self.plan.blocks:
             left.append(f"{self.name} has {numbers['blocks_free']} of {self.plan.blocks} blocks")
         return left
@@ -290,7 +307,10 @@ class WorkerHost(Reporter):
     # ---- swap in ----
 
     def _fetch_payload(self, effect: FetchPayload) -> None:
-        fetch = Fetch(self, effect)
+        ahead = self._ahead.pop(effect.ticket, None)
+        if (ahead is not None) != effect.ahead:
+            raise ViolationError(f"{self}: {effect.ticket} is held ahead, or not: {effect}")
+        fetch = Fetch(self, effect, ahead)
         self._fetches[effect.ticket, effect.run] = fetch
         fetch.begin()
 
@@ -303,6 +323,16 @@ class WorkerHost(Reporter):
         fetch = self._fetches.get((effect.ticket, effect.run))
         if fetch is not None:
             fetch.cancel()
+
+    def _prefetch_payload(self, effect: PrefetchPayload) -> None:
+        if effect.ticket in self._ahead:
+            raise ViolationError(f"{self}: {effect.ticket} is fetched ahead a second time")
+        ahead = self._ahead[effect.ticket] = Ahead(self, effect)
+        ahead.begin()
+
+    def _cancel_prefetch(self, effect: CancelPrefetch) -> None:
+        if self._ahead.pop(effect.ticket, None) is None:
+            raise ViolationError(f"{self}: {effect.ticket} is not held ahead")
 
     # ---- controller ----
 

@@ -73,6 +73,8 @@ class World:
             dead_ms=1500,
             orphan_grace_ms=1500,
             retry_ms=300,
+            prefetch_bytes_max=plan.prefetch_blocks * BLOCK_BYTES,
+            prefetch_renew_ms=400,
         )
 
     def worker_config(self, plan: WorkerPlan) -> WorkerConfig:
@@ -93,6 +95,8 @@ class World:
             commit_timeout_ms=500,
             resolve_timeout_ms=900,
             fetch_timeout_ms=1500,
+            prefetch_bytes_max=self.plan.prefetch_blocks * BLOCK_BYTES,
+            prefetch_keep_ms=1500,
             ended_max=1 if self.plan.tight else 1024,
         )
 

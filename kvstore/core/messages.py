@@ -11,7 +11,7 @@ Links:
 worker -> controller  ``WorkerReport`` (every 100 ms and with every change; levels)
 store -> controller   ``StoreReport``; ``Reserve`` and ``Release`` go the other way
 gateway -> controller ``GatewayReport``; the reply may say ``Disown``
-controller -> worker  ``Admit``, ``SwapOut``, ``SwapIn``, ``Preempt``, ``Cancel``
+controller -> worker  ``Admit``, ``SwapOut``, ``SwapIn``, ``Preempt``, ``Cancel``, ``Prefetch``
 worker <-> gateway    ``Attach``, ``Attached``, ``AttachRefused``, ``Scores``, ``Tokens``,
                       ``Ack``, ``Drop``, ``Notice``
 worker <-> store      ``Reserve`` is the controller's; the rest of the store's calls
@@ -290,7 +290,23 @@ class Cancel(NamedTuple):
     run: Run
 
 
-Order = Admit | SwapOut | SwapIn | Preempt | Cancel
+class Prefetch(NamedTuple):
+    """Hold this payload in host memory, and no other: its SwapIn is likely to come here.
+
+    A level, and only a hint: it is repeated while it holds, nothing answers it, and to lose it
+    costs time.
+    """
+
+    order: Run
+    seq: Seq
+    ticket: Ticket | None
+    """None: hold nothing."""
+    store: StoreId | None
+    blocks: int
+    """Blocks in the payload."""
+
+
+Order = Admit | SwapOut | SwapIn | Preempt | Cancel | Prefetch
 
 # ---- worker <-> gateway --------------------------------------------------------------------
 
@@ -485,8 +501,8 @@ ToClient = Accepted | PromptDelta | Delta | Notice | Finished
 __all__ = [
     "Accepted", "Ack", "Admit", "Attach", "AttachRefused", "Attached", "Cancel", "Delta",
     "Departed", "Departure", "Disown", "Drop", "Finished", "GatewayReport", "Notice", "NoticeKind",
-    "Order", "Preempt", "PromptDelta", "Reject", "Release", "ReportReply", "RequestLevel",
-    "Reserve", "ResidentLevel", "Scores", "StoreReply", "StoreReport", "StoreStatus", "StreamId",
-    "SwapIn", "SwapOut", "TicketLevel", "TicketState", "ToClient", "ToGateway", "ToWorker",
-    "Tokens", "Usage", "WorkerReport",
+    "Order", "Preempt", "Prefetch", "PromptDelta", "Reject", "Release", "ReportReply",
+    "RequestLevel", "Reserve", "ResidentLevel", "Scores", "StoreReply", "StoreReport",
+    "StoreStatus", "StreamId", "SwapIn", "SwapOut", "TicketLevel", "TicketState", "ToClient",
+    "ToGateway", "ToWorker", "Tokens", "Usage", "WorkerReport",
 ]  # fmt: skip

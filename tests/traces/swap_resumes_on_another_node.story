@@ -11,6 +11,7 @@ given
     client c0 prompt 17 max 6
     client c1 prompt 17 max 3
     client c2 prompt 17 max 6
+    set prefetch_blocks 0
 
 story
     come c0

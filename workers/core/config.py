@@ -44,6 +44,10 @@ class WorkerConfig:
     commit_timeout_ms: int = 2000
     resolve_timeout_ms: int = 2000
     fetch_timeout_ms: int = 30_000
+    prefetch_bytes_max: int = 256 * 2**20
+    """Longest payload that is fetched ahead of its swap-in; 0: none is."""
+    prefetch_keep_ms: int = 30_000
+    """A payload fetched ahead that no order has named for so long is dropped."""
     ended_max: int = 65_536
     """Sequences whose last run here is remembered, so that a late order cannot bring it back."""
 
@@ -66,9 +70,11 @@ class WorkerConfig:
             "commit_timeout_ms",
             "resolve_timeout_ms",
             "fetch_timeout_ms",
+            "prefetch_keep_ms",
             "ended_max",
         ):
             check(name, getattr(self, name) >= 1, "1 or more")
+        check("prefetch_bytes_max", self.prefetch_bytes_max >= 0, "0 or more")
         check(
             "max_batch_tokens",
             self.max_batch_tokens >= self.max_batch_seqs,

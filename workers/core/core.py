@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from deepinfer.kvstore.core.ids import NodeId, Seq, WorkerRef
-from deepinfer.kvstore.core.messages import Admit, Cancel, Preempt, SwapIn, SwapOut
+from deepinfer.kvstore.core.messages import Admit, Cancel, Preempt, Prefetch, SwapIn, SwapOut
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.events import (
     CommitReply,
@@ -25,6 +25,7 @@ from deepinfer.workers.core.events import (
     WorkerEvent,
 )
 from deepinfer.workers.core.orders import Orders
+from deepinfer.workers.core.prefetch import Prefetches
 from deepinfer.workers.core.reports import Reporter
 from deepinfer.workers.core.roster import Counters, Roster
 from deepinfer.workers.core.sequence import Resident
@@ -40,6 +41,9 @@ SWAP_COUNTERS = frozenset(
         "kv_cpu_offload_bytes_total",
         "kv_cpu_offload_failed_total",
         "kv_cpu_reload_blocks_total",
+        "kv_cpu_prefetches_total",
+        "kv_cpu_prefetches_used_total",
+        "kv_cpu_prefetches_wasted_total",
         "cpu_offload_seconds",
         "cpu_reload_seconds",
     }
@@ -62,7 +66,8 @@ class WorkerCore:
         self._talk = Talk(ref, self._roster)
         self._swaps = Swaps(self._roster, self._talk)
         self._steps = Steps(self._roster, self._talk)
-        self._orders = Orders(self._roster, self._talk, self._swaps)
+        self._prefetches = Prefetches(self._roster)
+        self._orders = Orders(self._roster, self._talk, self._swaps, self._prefetches)
         self._reporter = Reporter(ref, node, self._roster, self._orders, self._steps, self._swaps)
 
     @property
@@ -87,6 +92,9 @@ class WorkerCore:
             "kv_cpu_offload_bytes_total": counts.pop("offload_bytes"),
             "kv_cpu_offload_failed_total": counts.pop("swap_failures"),
             "kv_cpu_reload_blocks_total": counts.pop("reload_blocks"),
+            "kv_cpu_prefetches_total": counts.pop("prefetches"),
+            "kv_cpu_prefetches_used_total": counts.pop("prefetches_used"),
+            "kv_cpu_prefetches_wasted_total": counts.pop("prefetches_wasted"),
             "cpu_offload_seconds": counts.pop("offload_us") / 1e6,
             "cpu_reload_seconds": counts.pop("reload_us") / 1e6,
             "prefix_hit_tokens": self._roster.blocks.hit_tokens,
@@ -97,7 +105,7 @@ class WorkerCore:
     def handle(self, event: WorkerEvent, now_ms: int) -> list[WorkerEffect]:
         """Return what the shell must do about one event, in this order."""
         match event:
-            case Admit() | SwapOut() | SwapIn() | Preempt() | Cancel():
+            case Admit() | SwapOut() | SwapIn() | Preempt() | Cancel() | Prefetch():
                 self._orders.handle(event, now_ms)
             case FromGateway():
                 self._talk.hear(event, now_ms)
@@ -114,6 +122,7 @@ class WorkerCore:
                 self._swaps.fetch_done(event, now_ms)
             case StoreGone():
                 self._swaps.store_gone(event.store)
+                self._prefetches.store_gone(event.store)
             case GatewayUp():
                 self._talk.gateway_up(event.gateway, now_ms)
             case GatewayDown():
@@ -123,7 +132,7 @@ class WorkerCore:
             case ReportsUp():
                 self._reporter.restart()
             case StartDrain():
-                self._orders.draining = self._roster.changed = True
+                self._orders.drain()
             case _:
                 self._tick(now_ms)
         self._steps.pump()
@@ -135,6 +144,7 @@ class WorkerCore:
         return out
 
     def _tick(self, now_ms: int) -> None:
+        self._prefetches.tick(now_ms)
         for resident in list(self._roster.residents.values()):
             self._swaps.tick(resident, now_ms)
             if self._roster.residents.get(resident.seq) is resident:
@@ -164,6 +174,7 @@ class WorkerCore:
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
         self._roster.check()
+        self._prefetches.check()
         running = self._steps.in_flight
         members = {chunk.seq for chunk in running.chunks} if running is not None else set()
         for seq, resident in self._roster.residents.items():

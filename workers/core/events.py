@@ -102,6 +102,8 @@ class FetchDone(NamedTuple):
     copy_us: int
     payload_bytes: int = 0
     detail: str = ""
+    ahead: bool | None = None
+    """Whether the bytes came from what had been fetched ahead; None if nothing had."""
 
 
 class StoreGone(NamedTuple):
@@ -174,10 +176,10 @@ class StepPlan(NamedTuple):
 
     step: int
     chunks: tuple[Chunk, ...]
-
-
     level: int = 0
     """The mode of a nested model's weights: 0 is FP16 in every layer (kvstore.core.precision)."""
+
+
 class SendToGateway(NamedTuple):
     """Send, opening the link if there is none. What cannot be sent is dropped."""
 
@@ -228,6 +230,9 @@ class FetchPayload(NamedTuple):
     seq: Seq
     run: Run
     block_ids: tuple[int, ...]
+    ahead: bool = False
+    """A ``PrefetchPayload`` of this very ticket is under way or done; this is the end of it. Bytes
+    that it has not brought, or that are not right any more, are fetched from the store."""
 
 
 class CancelFetch(NamedTuple):
@@ -235,6 +240,23 @@ class CancelFetch(NamedTuple):
 
     ticket: Ticket
     run: Run
+
+
+class PrefetchPayload(NamedTuple):
+    """Copy the payload into host memory, where a ``FetchPayload`` will look for it.
+
+    Nothing is owed for it; it ends with that fetch or with ``CancelPrefetch``.
+    """
+
+    ticket: Ticket
+    store: StoreId
+    blocks: int
+
+
+class CancelPrefetch(NamedTuple):
+    """The payload is not wanted here: stop, and give its memory back."""
+
+    ticket: Ticket
 
 
 class Report(NamedTuple):
@@ -257,6 +279,8 @@ WorkerEffect = (
     | Resolve
     | FetchPayload
     | CancelFetch
+    | PrefetchPayload
+    | CancelPrefetch
     | Report
     | ForgetSeq
 )

@@ -8,11 +8,13 @@ from deepinfer.kvstore.core.messages import (
     Departure,
     Order,
     Preempt,
+    Prefetch,
     SwapIn,
     SwapOut,
 )
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.attach import Attachment
+from deepinfer.workers.core.prefetch import Prefetches
 from deepinfer.workers.core.roster import Roster
 from deepinfer.workers.core.sequence import Resident
 from deepinfer.workers.core.swap import Entering
@@ -27,10 +29,11 @@ class Orders:
     at or below the highest one handled are ignored; a run that has left never comes back.
     """
 
-    def __init__(self, roster: Roster, talk: Talk, swaps: Swaps) -> None:
+    def __init__(self, roster: Roster, talk: Talk, swaps: Swaps, prefetches: Prefetches) -> None:
         self._roster = roster
         self._talk = talk
         self._swaps = swaps
+        self._prefetches = prefetches
         self._config = roster.config
         self._arrivals = 0
         self.epoch_seen = 0
@@ -43,6 +46,10 @@ class Orders:
             counters.orders_refused += 1
             return
         self.epoch_seen = order.order.epoch
+        if isinstance(order, Prefetch):
+            if not self.draining:
+                self._prefetches.obey(order, now_ms)
+            return
         resident = self._roster.residents.get(order.seq)
         if resident is not None and order.order <= resident.order:
             counters.orders_ignored += 1
@@ -71,6 +78,11 @@ class Orders:
         if resident is not None:
             self._roster.depart(resident, Departure.DROPPED)
         self._enter(order, now_ms)
+
+    def drain(self) -> None:
+        """Take nobody new from here on, nor anything for somebody new."""
+        self.draining = self._roster.changed = True
+        self._prefetches.drop()
 
     @staticmethod
     def _stays(order: Admit | SwapIn, resident: Resident) -> bool:
@@ -102,7 +114,6 @@ class Orders:
 
     def _enter(self, order: Admit | SwapIn, now_ms: int) -> None:
         roster, config = self._roster, self._config
-        swap_in = isinstance(order, SwapIn)
         wanted = config.blocks_for(order.tokens)
         if isinstance(order, SwapIn):
             wanted = max(wanted, order.blocks)
@@ -115,6 +126,11 @@ class Orders:
             roster.refuse(order.seq, order.run, Departure.REFUSED, blocks=wanted)
             return
         self._arrivals += 1
+        entering = None
+        if isinstance(order, SwapIn):
+            ahead = self._prefetches.claim(order.ticket)
+            entering = Entering(order, phase_ms=now_ms, ahead=ahead)
+        self._prefetches.drop_of(order.seq)
         resident = Resident(
             seq=order.seq,
             run=order.run,
@@ -123,8 +139,8 @@ class Orders:
             order=order.order,
             max_total_tokens=order.max_total_tokens,
             attachment=Attachment(now_ms, now_ms),
-            state=State.SWAPPING_IN if swap_in else State.WAITING,
-            entering=Entering(order, phase_ms=now_ms) if isinstance(order, SwapIn) else None,
+            state=State.WAITING if entering is None else State.SWAPPING_IN,
+            entering=entering,
         )
         roster.promise(resident, wanted)
         roster.add(resident)
@@ -134,6 +150,7 @@ class Orders:
         if resident is not None and resident.run <= order.run:
             self._roster.depart(resident, Departure.DROPPED)
         self._roster.end(order.seq, order.run)
+        self._prefetches.drop_of(order.seq)
 
     def _preempt(self, order: Preempt, resident: Resident) -> None:
         # A finished run holds no KV, and its last tokens may not have arrived yet.

@@ -10,7 +10,7 @@ from deepinfer.kvstore.core.messages import Departed, Departure
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.blocks import BlockManager
 from deepinfer.workers.core.config import WorkerConfig
-from deepinfer.workers.core.events import CancelFetch, ForgetSeq, WorkerEffect
+from deepinfer.workers.core.events import CancelFetch, CancelPrefetch, ForgetSeq, WorkerEffect
 from deepinfer.workers.core.sequence import Resident
 from deepinfer.workers.core.swap import Copies, InPhase
 
@@ -43,6 +43,10 @@ class Counters:
     """The same of verified swap-ins."""
     swap_failures: int = 0
     recomputed: int = 0
+    prefetches: int = 0
+    """Payloads that began to be fetched ahead; each is used or wasted in the end."""
+    prefetches_used: int = 0
+    prefetches_wasted: int = 0
 
 
 class Roster:
@@ -183,8 +187,17 @@ class Roster:
         resident.leaving = resident.entering = None
         if leaving is not None:
             leaving.abort(self.out)
-        if entering is not None and entering.phase is InPhase.FETCH:
+        if entering is None:
+            return
+        if entering.phase is InPhase.FETCH:
             self.out.append(CancelFetch(entering.order.ticket, resident.run))
+        elif entering.ahead:
+            self.waste(entering.order.ticket)
+
+    def waste(self, ticket: Ticket) -> None:
+        """Nobody will use what was, or is being, fetched ahead under this ticket."""
+        self.out.append(CancelPrefetch(ticket))
+        self.counters.prefetches_wasted += 1
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold."""

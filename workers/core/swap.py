@@ -135,6 +135,8 @@ class Entering:
     order: SwapIn
     phase: InPhase = InPhase.ATTACH
     phase_ms: int = 0
+    ahead: bool = False
+    """The payload was asked for ahead of the order; the fetch will end that."""
 
     def enter(self, phase: InPhase, now_ms: int) -> None:
         self.phase = phase

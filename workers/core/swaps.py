@@ -144,6 +144,10 @@ class Swaps:
         roster = self._roster
         roster.copies.end((event.ticket, event.run))
         resident = self._fetching(event.ticket, event.run)
+        if event.ahead is not None:
+            used = event.ahead and event.status is StoreStatus.OK and resident is not None
+            roster.counters.prefetches_used += used
+            roster.counters.prefetches_wasted += not used
         if resident is None:
             return
         capacity = len(resident.blocks) * self._config.block_size

@@ -211,7 +211,14 @@ class Talk:
         entering.enter(InPhase.FETCH, now_ms)
         roster.changed = True
         roster.out.append(
-            FetchPayload(order.ticket, order.store, resident.seq, resident.run, tuple(wanted))
+            FetchPayload(
+                order.ticket,
+                order.store,
+                resident.seq,
+                resident.run,
+                tuple(wanted),
+                entering.ahead,
+            )
         )
 
     def _refused(self, resident: Resident, message: AttachRefused) -> None:
