@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from deepinfer.workers.model.levels import LEVELS_MAX, PrecisionLevels
@@ -14,7 +16,7 @@ def test_levels_rise_from_none_to_all(layers: int, count: int) -> None:
     found = [levels.fp8_layers(level) for level in range(count)]
     assert not any(found[0])
     assert all(found[-1])
-    for less, more in zip(found, found[1:], strict=False):
+    for less, more in itertools.pairwise(found):
         assert all(b or not a for a, b in zip(less, more, strict=True))
     shares = [sum(each) / layers for each in found]
     for level, share in enumerate(shares):
