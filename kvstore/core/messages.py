@@ -43,7 +43,9 @@ from deepinfer.kvstore.core.ids import (
     WorkerId,
     WorkerRef,
 )
+from deepinfer.kvstore.core.precision import PrecisionRule
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
+from deepinfer.kvstore.core.shed import ShedLevel
 from deepinfer.kvstore.core.states import State
 
 # ---- reports -------------------------------------------------------------------------------
@@ -128,6 +130,8 @@ class WorkerReport:
     departed: tuple[Departed, ...]
     usage: tuple[Usage, ...]
     """Every resident, in every report (complete or not)."""
+    shed: ShedLevel | None = None
+    """Where the weights' lower planes are; None: they always stay."""
 
 
 class TicketState(Enum):
@@ -226,6 +230,8 @@ class ReportReply:
     """To gateways only; repeated until the gateway's report no longer lists the sequence."""
     reject: tuple[Reject, ...] = ()
     """To gateways only; repeated likewise."""
+    precision: PrecisionRule | None = None
+    """To workers only."""
 
 
 # ---- controller -> worker ------------------------------------------------------------------

@@ -24,6 +24,17 @@ class WorkerConfig:
     """Tokens in a block."""
     block_bytes: int
     """Key, value and scale bytes of one block across all layers."""
+    levels: int = 1
+    """Levels that the model's weights can be read at; 1: they are not nested."""
+    tail_blocks: int = 0
+    """Blocks that come to ``blocks_total`` while the weights' lower planes are off the card."""
+    return_ms: int = 0
+    """How long the lower planes' copy back takes, about."""
+    start_shed: bool = False
+    """There are no lower planes: every step runs at the top level."""
+    restore_retry_ms: int = 1000
+    """Pause after a copy back that failed; it doubles with each, up to the longest."""
+    restore_retry_max_ms: int = 60_000
     max_batch_tokens: int = 2048
     """Tokens computed in one step, decodes and prefill chunks together."""
     max_batch_seqs: int = 64
@@ -72,14 +83,31 @@ class WorkerConfig:
             "fetch_timeout_ms",
             "prefetch_keep_ms",
             "ended_max",
+            "levels",
+            "restore_retry_ms",
         ):
             check(name, getattr(self, name) >= 1, "1 or more")
-        check("prefetch_bytes_max", self.prefetch_bytes_max >= 0, "0 or more")
+        for name in ("prefetch_bytes_max", "tail_blocks", "return_ms"):
+            check(name, getattr(self, name) >= 0, "0 or more")
+        nested = self.levels > 1
+        check("tail_blocks", nested or not self.tail_blocks, "0 where levels is 1")
+        check("start_shed", nested or not self.start_shed, "False where levels is 1")
+        check("start_shed", not (self.tail_blocks and self.start_shed), "False with tail_blocks")
+        check(
+            "restore_retry_max_ms",
+            self.restore_retry_max_ms >= self.restore_retry_ms,
+            f"at least restore_retry_ms ({self.restore_retry_ms})",
+        )
         check(
             "max_batch_tokens",
             self.max_batch_tokens >= self.max_batch_seqs,
             f"at least max_batch_seqs ({self.max_batch_seqs}), so that a full batch can decode",
         )
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that there can be at most."""
+        return self.blocks_total + self.tail_blocks
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of ``tokens`` tokens."""

@@ -13,6 +13,8 @@ from deepinfer.workers.core.events import (
     FromGateway,
     GatewayDown,
     GatewayUp,
+    PlanesRestored,
+    PlanesShed,
     PutDone,
     Report,
     ReportAnswered,
@@ -29,6 +31,7 @@ from deepinfer.workers.core.prefetch import Prefetches
 from deepinfer.workers.core.reports import Reporter
 from deepinfer.workers.core.roster import Counters, Roster
 from deepinfer.workers.core.sequence import Resident
+from deepinfer.workers.core.shedding import Shedding
 from deepinfer.workers.core.steps import Steps
 from deepinfer.workers.core.swaps import Swaps
 from deepinfer.workers.core.talk import Talk
@@ -65,10 +68,13 @@ class WorkerCore:
         self._roster = Roster(config)
         self._talk = Talk(ref, self._roster)
         self._swaps = Swaps(self._roster, self._talk)
-        self._steps = Steps(self._roster, self._talk)
+        self._shedding = Shedding(self._roster)
+        self._steps = Steps(self._roster, self._talk, self._shedding)
         self._prefetches = Prefetches(self._roster)
         self._orders = Orders(self._roster, self._talk, self._swaps, self._prefetches)
-        self._reporter = Reporter(ref, node, self._roster, self._orders, self._steps, self._swaps)
+        self._reporter = Reporter(
+            ref, node, self._roster, self._orders, self._steps, self._swaps, self._shedding
+        )
 
     @property
     def residents(self) -> dict[Seq, Resident]:
@@ -133,8 +139,13 @@ class WorkerCore:
                 self._reporter.restart()
             case StartDrain():
                 self._orders.drain()
+            case PlanesShed():
+                self._shedding.planes_shed(now_ms)
+            case PlanesRestored():
+                self._shedding.planes_restored(event, now_ms)
             case _:
                 self._tick(now_ms)
+        self._shedding.settle(self._steps.in_flight, now_ms)
         self._steps.pump()
         report = self._reporter.due(now_ms)
         out = self._roster.out
@@ -161,12 +172,15 @@ class WorkerCore:
             "epoch_seen": self._orders.epoch_seen,
             "draining": self._orders.draining,
             "blocks_total": blocks.blocks_total,
-            "blocks_free": roster.spare,
+            "blocks_free": max(0, roster.spare),
             "blocks_cached": blocks.cached,
             "blocks_held": blocks.held,
             "blocks_quarantined": blocks.quarantined,
             "blocks_promised": roster.promised,
             "blocks_short": self._steps.blocks_short,
+            "blocks_gained": blocks.blocks_total - blocks.ordinary,
+            "blocks_capacity": self.config.capacity_blocks,
+            "planes": self._shedding.state.value,
             "residents": {state: states.count(state) for state in sorted(set(states))},
             **self.metrics(),
         }
@@ -175,7 +189,9 @@ class WorkerCore:
         """Raise AssertionError if an invariant does not hold."""
         self._roster.check()
         self._prefetches.check()
+        self._shedding.check()
         running = self._steps.in_flight
         members = {chunk.seq for chunk in running.chunks} if running is not None else set()
+        members |= {resident.seq for resident in self._steps.moving}
         for seq, resident in self._roster.residents.items():
             assert not resident.in_step or seq in members, f"{seq} is in a step that has ended"

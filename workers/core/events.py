@@ -124,6 +124,17 @@ class StartDrain(NamedTuple):
     """Take nobody new; the controller moves the residents away."""
 
 
+class PlanesShed(NamedTuple):
+    """Nothing on the device reads the lower planes any more: their bytes may be overwritten."""
+
+
+class PlanesRestored(NamedTuple):
+    """The copy back has ended. ``ok``: every plane is whole; otherwise they are still away."""
+
+    ok: bool
+    detail: str = ""
+
+
 class Tick(NamedTuple):
     """Time has passed; sent every 50 ms or so."""
 
@@ -142,6 +153,8 @@ WorkerEvent = (
     | ReportAnswered
     | ReportsUp
     | StartDrain
+    | PlanesShed
+    | PlanesRestored
     | Tick
 )
 
@@ -178,6 +191,18 @@ class StepPlan(NamedTuple):
     chunks: tuple[Chunk, ...]
     level: int = 0
     """The mode of a nested model's weights: 0 is FP16 in every layer (kvstore.core.precision)."""
+    moves: tuple[tuple[int, int], ...] = ()
+    """(from, to): blocks whose contents are copied before anything is computed. The chunks' tables
+    name the new ones. There may be moves and no chunk."""
+
+
+class ShedPlanes(NamedTuple):
+    """Every step from here on runs at the top level: give up the lower planes. ``PlanesShed``
+    follows when their bytes may be overwritten."""
+
+
+class RestorePlanes(NamedTuple):
+    """The tail is empty: copy the lower planes back into it. ``PlanesRestored`` follows."""
 
 
 class SendToGateway(NamedTuple):
@@ -283,4 +308,6 @@ WorkerEffect = (
     | CancelPrefetch
     | Report
     | ForgetSeq
+    | ShedPlanes
+    | RestorePlanes
 )

@@ -118,7 +118,7 @@ class Orders:
         if isinstance(order, SwapIn):
             wanted = max(wanted, order.blocks)
         largest = max(wanted, config.blocks_for(order.max_total_tokens))
-        if largest > config.blocks_total:
+        if largest > config.capacity_blocks:
             roster.refuse(order.seq, order.run, Departure.TOO_LARGE, blocks=largest)
             return
         if self.draining or wanted > roster.spare:

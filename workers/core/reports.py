@@ -6,6 +6,7 @@ from deepinfer.kvstore.core.ids import NodeId, Run, Seq, WorkerRef
 from deepinfer.kvstore.core.messages import Departed, ReportReply, ResidentLevel, WorkerReport
 from deepinfer.workers.core.orders import Orders
 from deepinfer.workers.core.roster import Roster
+from deepinfer.workers.core.shedding import Shedding
 from deepinfer.workers.core.steps import Steps
 from deepinfer.workers.core.swaps import Swaps
 
@@ -21,6 +22,7 @@ class Reporter:
         orders: Orders,
         steps: Steps,
         swaps: Swaps,
+        shedding: Shedding,
     ) -> None:
         self._ref = ref
         self._node = node
@@ -28,6 +30,7 @@ class Reporter:
         self._orders = orders
         self._steps = steps
         self._swaps = swaps
+        self._shedding = shedding
         self._number = 0
         self._complete_due = True
         self._due_ms: int | None = None
@@ -42,6 +45,8 @@ class Reporter:
         epoch_before = self._orders.epoch_seen
         if not self._orders.raise_epoch(reply.epoch) or reply.number > self._number:
             return
+        if reply.precision is not None:
+            self._roster.rule = reply.precision
         if reply.resync:
             self._complete_due = True
             return
@@ -89,11 +94,12 @@ class Reporter:
             orders_seen=roster.counters.orders_seen,
             block_bytes=config.block_bytes,
             block_size=config.block_size,
-            blocks_total=config.blocks_total,
-            blocks_free=roster.spare,
+            blocks_total=roster.blocks.blocks_total,
+            blocks_free=max(0, roster.spare),
             blocks_short=self._steps.blocks_short,
             stalled=self._steps.starved and not self._swaps.under_way,
             draining=self._orders.draining,
+            shed=self._shedding.level(),
             residents=tuple(changed),
             departed=tuple(roster.departed),
             usage=tuple(r.usage(roster.blocks.private(r.blocks)) for r in residents),

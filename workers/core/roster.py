@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from deepinfer.kvstore.core.ids import Run, Seq, Ticket
 from deepinfer.kvstore.core.messages import Departed, Departure
+from deepinfer.kvstore.core.precision import PrecisionRule
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.blocks import BlockManager
 from deepinfer.workers.core.config import WorkerConfig
@@ -47,6 +48,12 @@ class Counters:
     """Payloads that began to be fetched ahead; each is used or wasted in the end."""
     prefetches_used: int = 0
     prefetches_wasted: int = 0
+    sheds: int = 0
+    """How often the weights' lower planes left for KV blocks."""
+    planes_returns: int = 0
+    planes_return_failures: int = 0
+    blocks_moved: int = 0
+    """Blocks copied out of the tail to make way for the planes."""
 
 
 class Roster:
@@ -57,6 +64,7 @@ class Roster:
         self.blocks = BlockManager(
             config.blocks_total,
             config.block_size,
+            tail_blocks=config.tail_blocks,
             salt=config.cache_salt,
             prefix_cache=config.prefix_cache,
         )
@@ -69,13 +77,19 @@ class Roster:
         self.out: list[WorkerEffect] = []
         self.changed = False
         """A level changed that the controller should hear of at once."""
+        self.rule: PrecisionRule | None = None
+        """What the controller last said of the weights' precision."""
         self._ended: OrderedDict[Seq, Run] = OrderedDict()
         self._step_pins: list[list[int]] = []
 
     @property
     def spare(self) -> int:
-        """Blocks that nobody holds and nobody was promised."""
-        return self.blocks.available - self.promised
+        """Blocks that nobody holds and nobody was promised.
+
+        Negative while a closing tail holds more than there is room for elsewhere; then nothing is
+        promised.
+        """
+        return self.blocks.available - self.promised - self.blocks.to_move
 
     def find(self, seq: Seq, run: Run) -> Resident | None:
         """The resident with this very run."""
@@ -128,6 +142,15 @@ class Roster:
         resident.computed = computed
         resident.step_stale = resident.in_step
         self.release(resident, keep)
+
+    def keep_for_step(self, blocks: list[int]) -> None:
+        """The next step reads blocks that are pinned already: unpin them when it has ended."""
+        self._step_pins.append(blocks)
+
+    def send_back(self, resident: Resident) -> None:
+        """There is no room for it after all; it has no KV yet."""
+        self.counters.late_refusals += 1
+        self.depart(resident, Departure.REFUSED, blocks=resident.promised)
 
     def step_ended(self) -> None:
         """The step in flight touches nothing any more."""
@@ -204,7 +227,7 @@ class Roster:
         self.blocks.check()
         promised = sum(resident.promised for resident in self.residents.values())
         assert promised == self.promised, "promised blocks are miscounted"
-        assert self.promised <= self.blocks.available, "more was promised than there is"
+        assert self.spare >= 0 or not self.promised, "more was promised than there is"
         tables = [resident.blocks for resident in self.residents.values()]
         pins = [*self.copies.tables(), *self._step_pins]
         self.blocks.check_tables(tables, pins)

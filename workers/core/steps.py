@@ -8,21 +8,29 @@ from deepinfer.workers.core.batch import plan
 from deepinfer.workers.core.events import RunStep, StepDone, StepPlan
 from deepinfer.workers.core.roster import Roster
 from deepinfer.workers.core.sequence import Resident
+from deepinfer.workers.core.shedding import Shedding
 from deepinfer.workers.core.talk import Talk
 
 
 class Steps:
     """Starts a step whenever none is in flight and somebody can run."""
 
-    def __init__(self, roster: Roster, talk: Talk) -> None:
+    def __init__(self, roster: Roster, talk: Talk, shedding: Shedding) -> None:
         self._roster = roster
         self._talk = talk
+        self._shedding = shedding
         self._number = 0
         self._running: StepPlan | None = None
         self._members: tuple[Resident, ...] = ()
+        self._moved: tuple[Resident, ...] = ()
         self.blocks_short = 0
         self.starved = False
         """Somebody is ready and nobody could be given the blocks for a step."""
+
+    @property
+    def moving(self) -> tuple[Resident, ...]:
+        """Residents whose blocks the step in flight moves."""
+        return self._moved
 
     @property
     def in_flight(self) -> StepPlan | None:
@@ -33,18 +41,23 @@ class Steps:
         if self._running is not None:
             return
         roster = self._roster
+        moves, self._moved = self._shedding.moves()
         residents = roster.residents.values()
-        batch = plan(residents, roster.blocks, roster.spare, roster.config, self._number + 1)
+        able = [resident for resident in residents if self._shedding.may_step(resident)]
+        spare = roster.spare
+        batch = plan(able, roster.blocks, max(0, spare), roster.config, self._number + 1)
+        short = batch.blocks_short + max(0, -spare)
         starved = not batch.chunks and any(resident.ready for resident in residents)
-        if starved != self.starved or (batch.blocks_short > 0) != (self.blocks_short > 0):
+        if starved != self.starved or (short > 0) != (self.blocks_short > 0):
             roster.changed = True
-        self.blocks_short, self.starved = batch.blocks_short, starved
-        if not batch.chunks:
+        self.blocks_short, self.starved = short, starved
+        if not (batch.chunks or moves):
             return
         self._number += 1
-        self._running = StepPlan(self._number, batch.chunks)
+        level = self._shedding.level_min
+        self._running = StepPlan(self._number, batch.chunks, level, moves)
         self._members = batch.residents
-        for resident in batch.residents:
+        for resident in (*self._moved, *batch.residents):
             resident.in_step, resident.step_stale = True, False
         roster.out.append(RunStep(self._running))
 
@@ -90,7 +103,11 @@ class Steps:
                 roster.counters.tokens_generated += 1
                 resident.accept(token)
             self._settle(resident, now_ms)
-        self._members = ()
+        for resident in self._moved:
+            resident.in_step = False
+            if roster.residents.get(resident.seq) is resident and resident not in present:
+                present.append(resident)
+        self._members = self._moved = ()
         return tuple(present)
 
     def _settle(self, resident: Resident, now_ms: int) -> None:
