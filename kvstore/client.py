@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 
 from deepinfer.kvstore import wire
+from deepinfer.kvstore.copier import THREADS
 from deepinfer.kvstore.copying import byte_views
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
@@ -97,8 +98,8 @@ class StoreClient:
     """One worker life's client of one store's address. Make and use it in one event loop.
 
     ``node`` is where the caller runs: only a store there is tried over shared memory; None tries
-    every one that offers it. ``executor`` runs copies and hashes (by default two threads of the
-    client's own).
+    every one that offers it. ``executor`` runs copies and hashes (by default ``copier.THREADS``
+    threads of the client's own).
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class StoreClient:
         self._path: Path = path
         self._node = node
         self._own_executor = (
-            ThreadPoolExecutor(2, thread_name_prefix="kvclient") if executor is None else None
+            ThreadPoolExecutor(THREADS, thread_name_prefix="kvclient") if executor is None else None
         )
         self._executor: Executor = executor or self._own_executor  # type: ignore[assignment]
         self._on_map = on_map

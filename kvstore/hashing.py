@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,10 +50,7 @@ class GroupHasher:
     def fill_in(self, manifest: Manifest) -> Manifest:
         """The manifest with what was hashed; every byte must have passed."""
         assert self.hashed_bytes == self._payload_bytes, (self.hashed_bytes, self._payload_bytes)
-        hashes = tuple(self.hashes)
-        return replace(
-            manifest, group_hashes=hashes, payload_hash=payload_hash(manifest, group_hashes=hashes)
-        )
+        return with_hashes(manifest, self.hashes)
 
     def agrees(self, manifest: Manifest) -> bool:
         """Whether every whole group so far is what the manifest says."""
@@ -104,6 +102,14 @@ class Follower:
             return False
         self.follow(self.left_bytes)
         return self._hasher.matches(manifest)
+
+
+def with_hashes(manifest: Manifest, hashes: Sequence[int]) -> Manifest:
+    """The manifest with its groups' hashes, and its own."""
+    groups = tuple(hashes)
+    return replace(
+        manifest, group_hashes=groups, payload_hash=payload_hash(manifest, group_hashes=groups)
+    )
 
 
 def payload_hash(manifest: Manifest, *, group_hashes: tuple[int, ...] | None = None) -> int:

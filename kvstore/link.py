@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer.kvstore import wire
-from deepinfer.kvstore.copier import SHARE_BYTES, CopyOut, copy_in
+from deepinfer.kvstore.copier import SHARE_BYTES, THREADS, CopyIn, CopyOut, join, submit
 from deepinfer.kvstore.copying import byte_views
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import Incarnation, Ticket, WorkerRef
@@ -128,7 +128,8 @@ class LocalLink:
                 self._frames.send_now({**said, "group_bytes": draft.group_bytes})
 
             def write() -> tuple[Manifest, bool]:
-                manifest = copy_in(self._map, granted["pages"], draft, source, stop, written)
+                copying = CopyIn(self._map, granted["pages"], draft, source, stop, written)
+                manifest = copying.run(self._executor)
                 finish["manifest"] = wire.manifest_to_bytes(manifest)
                 # From here: before the loop has heard that the copy is done, the store has.
                 return manifest, self._frames.send_now(finish)
@@ -188,9 +189,9 @@ class LocalLink:
             elif manifest.payload_bytes < SHARE_BYTES:
                 await in_thread(self._executor, stop, copying.some)
             else:
-                # Both from here: the loop is about to leave its processor to one of them.
-                other = self._executor.submit(copying.some)
-                await in_thread(self._executor, stop, lambda: copying.rest(other))
+                # All from here: the loop is about to leave its processor to one of them.
+                others = submit(self._executor, THREADS - 1, copying.some)
+                await in_thread(self._executor, stop, lambda: join(others, copying.some))
         except ManifestError as error:
             return Outcome(StoreStatus.BAD_PAYLOAD, None, str(error))
         finally:

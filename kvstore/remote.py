@@ -32,9 +32,9 @@ from deepinfer.kvstore.transfers import (
     Source,
     Stopped,
     Take,
-    fill_step,
     give,
     in_thread,
+    step_bytes,
 )
 from deepinfer.proto import kvstore_pb2 as pb
 from deepinfer.proto.bearer import Metadata
@@ -180,7 +180,7 @@ def _chunks(draft: Manifest, source: Source) -> Iterator[list[memoryview]]:
     if not callable(source):
         yield from chunks(source, CHUNK_BYTES)
         return
-    step = fill_step(draft)
+    step = step_bytes(draft.payload_bytes, draft.block_bytes)
     buffer = memoryview(bytearray(min(step, draft.payload_bytes)))
     for begin in range(0, draft.payload_bytes, step):
         part = buffer[: draft.payload_bytes - begin]
@@ -196,7 +196,8 @@ def _hashed(draft: Manifest, source: Source, stop: threading.Event) -> tuple[Sou
     it write other bytes then, the store finds the hash wrong.
     """
     if callable(source) and draft.payload_bytes <= KEPT_BYTES_MAX:
-        kept, step = memoryview(bytearray(draft.payload_bytes)), fill_step(draft)
+        kept = memoryview(bytearray(draft.payload_bytes))
+        step = step_bytes(draft.payload_bytes, draft.block_bytes)
         for begin in range(0, len(kept), step):
             if stop.is_set():
                 raise Stopped
@@ -215,7 +216,8 @@ def _give_all(
     take: Take, manifest: Manifest, staged: list[memoryview], stop: threading.Event
 ) -> None:
     with ExitStack() as waits:
-        give(take, 0, staged, manifest.block_bytes, stop, waits)
+        step = step_bytes(manifest.payload_bytes, manifest.block_bytes)
+        give(take, 0, staged, manifest.block_bytes, stop, waits, step=step)
 
 
 def _fill(source: Fill, block: int, buffer: memoryview) -> None:

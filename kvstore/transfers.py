@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
@@ -39,6 +38,11 @@ AHEAD = 4
 STEP_BYTES = 2 << 20
 """A copy can be stopped between steps of about this length. Not much less: from about 1 MiB on the
 C library writes around the processor's cache, which halves what a long copy takes."""
+LONG_STEP_BYTES = 16 << 20
+"""So long a step of a long payload may be, if whoever is asked for it copies beside the caller: a
+card copies blocks together within a step only."""
+STEPS = 64
+"""A payload has at least so many steps before they become longer."""
 _T = TypeVar("_T")
 
 
@@ -54,9 +58,10 @@ class Outcome(NamedTuple):
     detail: str
 
 
-def fill_step(draft: Manifest) -> int:
-    """Bytes that a ``Fill`` is asked for at once: whole blocks."""
-    return max(1, STEP_BYTES // draft.block_bytes) * draft.block_bytes
+def step_bytes(payload_bytes: int, block_bytes: int) -> int:
+    """Bytes that a ``Fill`` or a ``Take`` is asked for at once: whole blocks."""
+    step = min(max(STEP_BYTES, payload_bytes // STEPS), LONG_STEP_BYTES)
+    return max(1, step // block_bytes) * block_bytes
 
 
 async def in_thread(executor: Executor, stop: threading.Event, work: Callable[[], _T]) -> _T:
@@ -86,40 +91,6 @@ async def in_thread(executor: Executor, stop: threading.Event, work: Callable[[]
     return job.result()
 
 
-def filled(
-    draft: Manifest, fill: Fill, buffers: Iterable[memoryview], stop: threading.Event
-) -> Generator[memoryview, None, None]:
-    """Have ``fill`` write the buffers; each once it is written, while those behind it are.
-
-    However this ends, nothing is being written any more then. Raises Stopped, and what ``fill``
-    raises.
-    """
-    under_way: deque[tuple[memoryview, Wait | None]] = deque()
-    block = 0
-    try:
-        for buffer in buffers:
-            if stop.is_set():
-                raise Stopped
-            under_way.append((buffer, fill(block, buffer)))
-            block += len(buffer) // draft.block_bytes
-            while under_way and (under_way[-1][1] is None or len(under_way) > AHEAD):
-                yield _first(under_way)
-        while under_way:
-            yield _first(under_way)
-    finally:
-        for _, wait in under_way:
-            if wait is not None:
-                wait()
-
-
-def _first(under_way: deque[tuple[memoryview, Wait | None]]) -> memoryview:
-    buffer, wait = under_way[0]
-    if wait is not None:
-        wait()
-    under_way.popleft()
-    return buffer
-
-
 def give(
     take: Take,
     first_block: int,
@@ -127,12 +98,14 @@ def give(
     block_bytes: int,
     stop: threading.Event,
     waits: ExitStack,
+    *,
+    step: int = STEP_BYTES,
 ) -> None:
-    """Have the buffers taken, step by step; when ``waits`` is left, all are, or are let alone.
+    """Have the buffers taken, about ``step`` bytes at once.
 
-    Raises Stopped, and what ``take`` raises.
+    When ``waits`` is left, all are, or are let alone. Raises Stopped, and what ``take`` raises.
     """
-    step = max(1, STEP_BYTES // block_bytes) * block_bytes
+    step = max(1, step // block_bytes) * block_bytes
     for buffer in buffers:
         for begin in range(0, len(buffer), step):
             if stop.is_set():

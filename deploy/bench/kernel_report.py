@@ -16,6 +16,7 @@ def tables(part: str, found: dict[str, Any]) -> Iterator[Table]:
         "linear": _linear,
         "pointwise": _pointwise,
         "model": _model,
+        "swap": _swap,
         "transformers": _transformers,
     }[part]
     yield from make(found)
@@ -140,6 +141,46 @@ def _model(found: dict[str, Any]) -> Iterator[Table]:
             )
     yield shown
     yield chunks
+
+
+def _swap(found: dict[str, Any]) -> Iterator[Table]:
+    memcpy = found["memcpy_bytes_per_s"]
+    shown = _table(
+        f"swaps; one copy of pinned memory: {memcpy['out'] / 1e9:.1f} GB/s out, "
+        f"{memcpy['in'] / 1e9:.1f} in",
+        "blocks",
+        "way",
+        "µs",
+        "GB/s",
+        "of one copy",
+    )
+    for each in found["few"]:
+        shown.add_row(f"{each['blocks']} {each['order']}", each["way"], f"{each['us']:.0f}")
+    size = found["payload_bytes"] / 2**30
+    for each in found["long"]:
+        shown.add_row(
+            f"{size:.2f} GiB {each['order']}, {each['asked']}",
+            each["way"],
+            "",
+            f"{each['bytes_per_s'] / 1e9:.1f}",
+            f"{each['of_memcpy']:.1%}",
+        )
+    yield shown
+    steps = _table("decode steps", "beside", "median ms", "p99 ms", "growth", "GB/s")
+    beside = found["beside"]
+    steps.add_row(
+        "nothing", f"{beside['alone']['median_ms']:.3f}", f"{beside['alone']['p99_ms']:.3f}"
+    )
+    for way in ("out", "in"):
+        each = beside[way]
+        steps.add_row(
+            f"a swap {way}",
+            f"{each['median_ms']:.3f}",
+            f"{each['p99_ms']:.3f}",
+            f"{each['mean_growth']:.1%}",
+            f"{each['bytes_per_s'] / 1e9:.1f}",
+        )
+    yield steps
 
 
 def _transformers(found: dict[str, Any]) -> Iterator[Table]:

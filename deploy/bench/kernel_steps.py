@@ -42,7 +42,7 @@ _STEPS: Final = 24
 _UNTIMED: Final = 4
 _REPEATS: Final = 20
 _ROUNDS: Final = 5
-_GREEDY: Final = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
+GREEDY: Final = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 _ROWS: Final = 2048
 
 
@@ -113,7 +113,7 @@ def _decode(runner: GpuRunner, batch: int, context: int) -> dict[str, Any]:
     first = context - _STEPS - 1
     blocks = context // BLOCK_SIZE
     tables = [tuple(range(at * blocks, (at + 1) * blocks)) for at in range(batch)]
-    rows = [SampleRow(params=_GREEDY, seed=0, index=0)] * batch
+    rows = [SampleRow(params=GREEDY, seed=0, index=0)] * batch
     counters = runner.counters
     ids, seconds, prepared = [1] * batch, [], []
     begun = counters.launches, counters.replays

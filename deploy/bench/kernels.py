@@ -41,6 +41,7 @@ from deepinfer.deploy.bench.kernel_projection import projection
 from deepinfer.deploy.bench.kernel_projection import table as projection_table
 from deepinfer.deploy.bench.kernel_report import tables
 from deepinfer.deploy.bench.kernel_steps import CHUNKS, MODELS, time_model
+from deepinfer.deploy.bench.kernel_swap import time_swaps
 from deepinfer.deploy.bench.kernel_timing import copy_rates
 from deepinfer.deploy.bench.kernel_transformers import time_transformers
 from deepinfer.deploy.bench.random_weights import SHAPES
@@ -50,7 +51,16 @@ from deepinfer.deploy.config import ConfigError
 from deepinfer.deploy.validate.run import usable_card
 from deepinfer.deploy.validate.scope import KV_DTYPES
 
-PARTS: Final = ("decode", "prefill", "linear", "pointwise", "model", "transformers", "projection")
+PARTS: Final = (
+    "decode",
+    "prefill",
+    "linear",
+    "pointwise",
+    "model",
+    "swap",
+    "transformers",
+    "projection",
+)
 CONTEXTS: Final = (512, 2048, 8192)
 MODEL_CONTEXTS: Final = (512, 1024, 2048, 8192)
 BATCHES: Final = (1, 4, 16, 64)
@@ -223,6 +233,9 @@ class _Bench:
             return {"kernels": list(time_pointwise(self._shape, peers=self._plan.peers))}
         if part == "model":
             return {"models": list(self._models(say))}
+        if part == "swap":
+            say("1 GiB out and in, beside steps")
+            return time_swaps(self._config, self._shape.card)
         say("padded batch, static and compiled, continuous")
         until = time.monotonic() + self._plan.peer_seconds
         ways = time_transformers(

@@ -183,6 +183,7 @@ def test_the_store_hashes_behind_a_client_that_still_writes(
     """Its copy waits at the last block until the store has hashed all those before it."""
     monkeypatch.setattr(copier, "WRITTEN_BYTES", BLOCK)
     monkeypatch.setattr(transfers, "STEP_BYTES", BLOCK)
+    monkeypatch.setattr(manifests, "GROUP_BYTES", BLOCK)  # a step is whole groups
     hashed, enough, left_at_finish = 0, threading.Event(), []
     follow, matches = Follower.follow, Follower.matches
 
