@@ -8,6 +8,7 @@ from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight
+from deepinfer.kernels.nested import NestedWeight
 
 TILE_ROWS: Final = 16
 """Rows of a weight that one tensor-core tile takes."""
@@ -16,9 +17,9 @@ STREAM_ROWS_MAX: Final = 16
 """Up to here weights stream past an ``x`` in registers; above it ``x`` passes through shared
 memory."""
 
-_STAGE_BYTES: Final = {"f16": 2048, "w4": 1152}
-"""As in ``csrc/gemm_f16.cu`` and ``csrc/gemm_w4.cu``."""
-_STEP: Final = {"f16": 64, "w4": 128}
+_STAGE_BYTES: Final = {"f16": 2048, "w4": 1152, "nested": 2048, "nested fp8": 2048}
+"""As in ``csrc/gemm_f16.cu``, ``csrc/gemm_w4.cu`` and ``csrc/gemm_nested.cu``."""
+_STEP: Final = {"f16": 64, "w4": 128, "nested": 64, "nested fp8": 128}
 """Columns of a weight that a warp takes at once, there too."""
 
 _X_STAGES: Final = 3
@@ -62,8 +63,6 @@ class TiledPlan:
 
 AnyPlan = Plan | TiledPlan
 
-EXPAND: Final = KernelSpec("expand_w4.cu", "expand_w4", 256)
-
 # By (length of K, column tiles). The warps, which are the order of the sums, are the
 # same for every column tile.
 _F16_PLANS: Final = {
@@ -82,6 +81,20 @@ _W4_PLANS: Final = {
     ("long", 1): Plan(1, 16, 4, 0),
     ("long", 2): Plan(2, 16, 3, 0),
 }
+_FP8_PLANS: Final = {
+    ("short", 1): Plan(1, 8, 2, 1),
+    ("short", 2): Plan(2, 8, 2, 1),
+    ("middle", 1): Plan(1, 16, 2, 1),
+    ("middle", 2): Plan(2, 16, 2, 1),
+    ("long", 1): Plan(1, 16, 2, 0),
+    ("long", 2): Plan(2, 16, 2, 0),
+}
+_STREAM_PLANS: Final = {
+    "f16": _F16_PLANS,
+    "w4": _W4_PLANS,
+    "nested": _F16_PLANS,  # the same warps, for the same order of sums
+    "nested fp8": _FP8_PLANS,
+}
 _LENGTHS: Final = (("short", 1024), ("middle", 2048))
 """Up to how many columns the warps of such a plan hold all their ``x``."""
 _F16_TILED: Final = {4: TiledPlan(4, 1, 4, 4, 1), 8: TiledPlan(8, 1, 8, 2, 1)}
@@ -93,36 +106,39 @@ def partials(rows: int) -> int:
     return -(-rows // TILE_ROWS)
 
 
-def plan_for(weight: Weight, m: int, sm_count: int, *, split: bool = True) -> AnyPlan:
+def plan_for(
+    weight: Weight, m: int, sm_count: int, *, fp8: bool = False, split: bool = True
+) -> AnyPlan:
     """The measured best cut for ``m`` rows; up to 16, ``warps`` (the order of the sums) ignores it.
 
-    Without ``split`` K stays in one CTA, which needs no ``Workspace``.
+    ``fp8`` chooses the mode of a nested weight. Without ``split`` K stays in one CTA, which needs
+    no ``Workspace``.
     """
-    plain = isinstance(weight, F16Weight)
+    kind = _kind(weight, fp8)
     if m <= STREAM_ROWS_MAX:
         length = next((name for name, most in _LENGTHS if weight.columns <= most), "long")
         # Sums of 16 columns in four groups a step would not fit in registers.
         narrow = m <= 8 or (isinstance(weight, W4Weight) and weight.group < 128)
-        return (_F16_PLANS if plain else _W4_PLANS)[length, 1 if narrow else 2]
+        return _STREAM_PLANS[kind][length, 1 if narrow else 2]
     column_tiles = 4 if m <= 32 else 8
-    plan = (_F16_TILED if plain else _W4_TILED)[column_tiles]
+    plan = (_W4_TILED if kind == "w4" else _F16_TILED)[column_tiles]
     blocks = -(-weight.rows // plan.rows)
-    most = weight.columns // (2 * _STEP["f16" if plain else "w4"])
+    most = weight.columns // (2 * _STEP[kind])
     splits = max(1, min(2 * sm_count // blocks, most)) if split else 1
     return replace(plan, splits=splits)
 
 
-def check_held(plan: Plan, weight: Weight) -> None:
+def check_held(plan: Plan, weight: Weight, fp8: bool = False) -> None:
     """Raises ValueError if a warp holds less of ``x`` than it needs."""
-    steps = -(-weight.columns // _STEP["f16" if isinstance(weight, F16Weight) else "w4"])
+    steps = -(-weight.columns // _STEP[_kind(weight, fp8)])
     if plan.held and plan.held * plan.warps < steps:
         raise ValueError(
             f"plan holds {plan.held} steps of x in each of {plan.warps} warps; weight has {steps}"
         )
 
 
-def specs() -> Iterator[KernelSpec]:
-    """Every kernel that this module may launch."""
+def plan_specs() -> Iterator[KernelSpec]:
+    """The kernels of all plans of ``plan_for``."""
     f16: list[AnyPlan] = [*dict.fromkeys(_F16_PLANS.values()), *_F16_TILED.values()]
     yield from map(f16_spec, f16)
     w4: list[AnyPlan] = [*dict.fromkeys(_W4_PLANS.values()), *_W4_TILED.values()]
@@ -130,21 +146,29 @@ def specs() -> Iterator[KernelSpec]:
         if not isinstance(plan, Plan) or plan.column_tiles == 1:
             yield w4_spec(32, plan)
         yield w4_spec(128, plan)
-    yield EXPAND
+    for fp8 in (False, True):
+        for nested in dict.fromkeys(_STREAM_PLANS["nested fp8" if fp8 else "nested"].values()):
+            yield nested_spec(fp8, nested)
+
+
+def _kind(weight: Weight, fp8: bool) -> str:
+    if isinstance(weight, NestedWeight):
+        return "nested fp8" if fp8 else "nested"
+    return "f16" if isinstance(weight, F16Weight) else "w4"
 
 
 def _spec(kind: str, leading: str, plan: AnyPlan) -> KernelSpec:
-    threads = 32 * plan.warps
+    source, threads = kind.split()[0], 32 * plan.warps
     if isinstance(plan, Plan):
         cut = f"{leading}{plan.column_tiles}, {plan.warps}, {plan.stages}, {plan.held}"
         ring = plan.warps * plan.stages * _STAGE_BYTES[kind]
-        return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}<{cut}>", threads, ring, True)
+        return KernelSpec(f"gemm_{source}.cu", f"linear_{source}<{cut}>", threads, ring, True)
     cut = f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.warps}, {plan.depth}"
     columns = 8 * plan.column_tiles
     stages = _X_STAGES * columns * _STEP[kind] * 2
     sums = -(-plan.rows * (columns + 1) * 4 // 16) * 16
     shared = max(stages, sums) + 4 * columns
-    return KernelSpec(f"gemm_{kind}.cu", f"linear_{kind}_tiled<{cut}>", threads, shared)
+    return KernelSpec(f"gemm_{source}.cu", f"linear_{source}_tiled<{cut}>", threads, shared)
 
 
 def f16_spec(plan: AnyPlan) -> KernelSpec:
@@ -156,3 +180,8 @@ def w4_spec(group: int, plan: AnyPlan) -> KernelSpec:
     """The kernel for 4-bit weights with a scale for every ``group`` columns."""
     # Chunks of 32 that share a scale; a group of 64 reads its scale twice.
     return _spec("w4", "4, " if group >= 128 else "1, ", plan)
+
+
+def nested_spec(fp8: bool, plan: AnyPlan) -> KernelSpec:
+    """The kernel for nested weights, in either mode."""
+    return _spec("nested fp8" if fp8 else "nested", f"{int(fp8)}, ", plan)

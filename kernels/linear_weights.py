@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.linear_checks import check_tensor, float32_bias
+from deepinfer.kernels.nested import NestedWeight
 
 _NIBBLE_BYTES: Final = ((0, 2), (4, 6), (1, 3), (5, 7))
 """Which two of a word's eight elements each byte holds, low nibble first."""
@@ -94,7 +95,22 @@ class W4Weight:
         return self.scales.device
 
 
-Weight = F16Weight | W4Weight
+Weight = F16Weight | W4Weight | NestedWeight
+
+
+def check_mode(weight: Weight, fp8: bool) -> None:
+    """Raises ValueError where ``weight`` cannot be computed with in that mode, or by a kernel."""
+    if not isinstance(weight, NestedWeight):
+        if fp8:
+            name = type(weight).__name__
+            raise ValueError(f"fp8 is True: weight is {name}, only NestedWeight has an FP8 mode")
+        return
+    if not fp8 and weight.lower is None:
+        raise ValueError("weight.lower is None: without it a NestedWeight has its FP8 mode only")
+    _check_width("weight", weight.columns)
+    for name, plane in (("upper", weight.upper), ("lower", weight.lower)):
+        if plane is not None and plane.data_ptr() % 16:
+            raise ValueError(f"weight.{name} starts at an address that is no multiple of 16 bytes")
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import KV_FORMATS, KvView
 from deepinfer.kernels.compiler import KernelSpec, launch
+from deepinfer.kernels.nested import NestedWeight
 
 COLUMNS_MAX: Final = 8192
 """The widest row that ``rms_norm`` and ``residual_add_norm`` hold in registers."""
@@ -26,6 +27,7 @@ _COPY_BYTES: Final = 32768
 """Bytes that one CTA of ``copy_blocks`` copies, about."""
 
 _EMBED: Final = KernelSpec("embed.cu", "embed", 128)
+_EMBED_NESTED: Final = KernelSpec("embed.cu", "embed_nested", 128)
 _RMS_NORM: Final = KernelSpec("rms_norm.cu", "rms_norm", 256)
 _RESIDUAL_ADD_NORM: Final = KernelSpec("residual_add_norm.cu", "residual_add_norm", 256)
 _SWIGLU: Final = KernelSpec("swiglu.cu", "swiglu", 256)
@@ -38,7 +40,7 @@ _ROPE_KV_WRITE: Final = {
 
 def specs() -> Iterator[KernelSpec]:
     """Every kernel that this module may launch."""
-    yield from (_EMBED, _RMS_NORM, _RESIDUAL_ADD_NORM, _SWIGLU, _COPY_BLOCKS)
+    yield from (_EMBED, _EMBED_NESTED, _RMS_NORM, _RESIDUAL_ADD_NORM, _SWIGLU, _COPY_BLOCKS)
     yield from _ROPE_KV_WRITE.values()
 
 
@@ -47,12 +49,13 @@ def embed(
     hidden: Tensor | None,
     sumsq: Tensor | None,
     token_ids: Tensor,
-    embedding: Tensor,
+    embedding: Tensor | NestedWeight,
     gamma: Tensor | None,
 ) -> None:
     """Start a step: ``residual`` float32 ``[rows, columns]`` = rows of ``embedding``.
 
-    ``token_ids`` int32 ``[rows]``, all below ``vocab``; ``embedding`` half ``[vocab, columns]``.
+    ``token_ids`` int32 ``[rows]``, all below ``vocab``; ``embedding`` half ``[vocab, columns]``, or
+    nested: then its FP16 values, or those of FP8 if it has no lower plane.
     With ``hidden`` half ``[rows, columns]``, ``gamma`` half ``[columns]`` and ``sumsq`` float32
     ``[rows, ceil(columns / 16)]`` (all three, or none) the first norm is begun as
     ``linear_residual`` does it: ``hidden = residual * gamma``, saturating, and sums of squares.
@@ -63,7 +66,21 @@ def embed(
     rows, columns = residual.shape
     _check_columns(columns, 8, None)
     _check("token_ids", token_ids, torch.int32, (rows,), device)
-    _check("embedding", embedding, torch.float16, (None, columns), device)
+    table: tuple[Tensor | None, ...]
+    if isinstance(embedding, NestedWeight):
+        _check("embedding.upper", embedding.upper, torch.uint8, (None, columns), device)
+        spec = _EMBED_NESTED
+        table = (
+            embedding.upper,
+            embedding.lower,
+            embedding.row_shift,
+            embedding.outlier_starts,
+            embedding.outlier_columns,
+            embedding.outlier_values,
+        )
+    else:
+        _check("embedding", embedding, torch.float16, (None, columns), device)
+        spec, table = _EMBED, (embedding,)
     partials = -(-columns // _SUM_COLUMNS)
     if hidden is not None and sumsq is not None and gamma is not None:
         _check("hidden", hidden, torch.float16, (rows, columns), device)
@@ -74,14 +91,14 @@ def embed(
     if rows == 0:
         return
     launch(
-        _EMBED,
+        spec,
         (rows, 1, 1),
         (
             residual,
             hidden,
             sumsq,
             token_ids,
-            embedding,
+            *table,
             gamma,
             np.int32(columns),
             np.int32(partials),

@@ -57,9 +57,10 @@ linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x
                                         workspace, tickets, shared);
 }
 
-struct F16Stream {
+struct F16Stream : PlainRows {
   static constexpr int CHUNKS = 2, STEP = 32 * CHUNKS, STAGE_BYTES = 1024 * CHUNKS;
   static constexpr int GROUP_CHUNKS = 0;
+  static constexpr bool SHARES = false;
   static constexpr float UNIT = 1.f, HIGH = 1.f;
   static constexpr u32 ONE = 0;
   struct Part {
@@ -72,6 +73,8 @@ struct F16Stream {
     const __half* from;
     i32 rows_left;
   };
+
+  __device__ __forceinline__ static int x_offset(int chunk, int t) { return 32 * chunk + 8 * t; }
 
   __device__ __forceinline__ Cursor at(i32 tile) const {
     const int lane = threadIdx.x % 32, row = 16 * tile + lane / 4;
@@ -124,7 +127,7 @@ linear_f16(const __half* __restrict__ weight, const __half* __restrict__ x, i32 
                   float* __restrict__ residual, const __half* __restrict__ gamma,
                   float* __restrict__ sumsq_out) {
   extern __shared__ __align__(16) uint4 shared[];
-  const F16Stream weights{weight, K, N};
+  const F16Stream weights{{}, weight, K, N};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   stream_gemm<F16Stream, NT, WARPS, STAGES, HELD>(weights, x, finish, M, N, K,
                                                   reinterpret_cast<u8*>(shared));

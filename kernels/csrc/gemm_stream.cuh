@@ -24,8 +24,20 @@
 //   scale(part, group, half), zero(part, group, half)   of row g (half 0) or g + 8 (1), the zero as
 //                     fragments has codes
 //   ONE               a pair of halves, 1 (0 without scales)
+//   SHARES            whether lanes read what others have copied
+//   x_offset(chunk, t)              where in a step the lane's 8 values of X are
+//   row(n), whole(sum, row, x)      what a row needs at the end, and its sum with that
 #pragma once
 #include "gemm.cuh"
+
+// Rows whose sums are all that there is to them.
+struct PlainRows {
+  struct Row {};
+  __device__ __forceinline__ static Row row(i32) { return {}; }
+  __device__ __forceinline__ static float whole(float sum, const Row&, const __half*) {
+    return sum;
+  }
+};
 
 constexpr int stream_residents(int warps) { return warps < 16 ? 16 / warps : 1; }
 
@@ -70,7 +82,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   auto load_x = [&](uint4 (&values)[NT], int step, int chunk) {
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
-      const int m = m0 + 8 * j + g, k = step * STEP + 32 * chunk + 8 * t;
+      const int m = m0 + 8 * j + g, k = step * STEP + F::x_offset(chunk, t);
       values[j] = zero16();
       if (m < M && k < K)
         values[j] = ld_cg(reinterpret_cast<const uint4*>(x + static_cast<i64>(m) * K + k));
@@ -109,9 +121,11 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
     const bool finishes = rank < FINISHERS && m0 + 2 * rank < M;
     bool valid = false;
     float before = 0.f, gamma = 0.f, bias = 0.f;
+    typename F::Row end = {};
     if (finishes) {
       const int m = m0 + 2 * rank + lane / 16, n = 16 * tile + lane % 16;
       valid = m < M && n < N;
+      if (valid) end = weights.row(n);
       if (valid && f.bias) bias = f.bias[n];
       if (valid && f.epilogue == RESIDUAL) {
         before = ld_cg(f.residual + static_cast<i64>(m) * N + n);
@@ -124,11 +138,11 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
     // Multiplies a step; without HELD each chunk of x makes room for that of `next`.
     auto advance = [&](Values& b, float (&totals)[NT][4], int step, int next) {
       cp_async_wait<STAGES - 1>();
-      if (SCALED) __syncwarp();  // scales are copied by one lane and read by four
+      if (F::SHARES) __syncwarp();
       typename F::Part part;
       u8* const stage = ring + slot;
       weights.read(part, stage, tile, step);
-      if (SCALED) __syncwarp();
+      if (F::SHARES) __syncwarp();
       fetch(stage);
       slot = slot == (STAGES - 1) * F::STAGE_BYTES ? 0 : slot + F::STAGE_BYTES;
       opaque(slot);  // one place in the ring to move, not one for each address in it
@@ -192,7 +206,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
 #pragma unroll
     for (int w = 0; w < WARPS; ++w)
       sum += sums[buffer][w][32 * rank + ((lane + 8 * rank) & 31)];
-    sum *= F::UNIT;
+    sum = weights.whole(sum * F::UNIT, end, x + static_cast<i64>(m) * K);
     if (f.epilogue == RESIDUAL) {
       const float r = valid ? before + (sum + bias) : 0.f;
       float square = r * r;

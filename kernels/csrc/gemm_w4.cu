@@ -89,10 +89,11 @@ linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
 // ones, not of subnormals: tensor cores align products by their operands' exponents, and what they
 // then cut off a product with 2^-24 would be multiplied by up to 16, the zero.
 template <int GROUP>
-struct W4Stream {
+struct W4Stream : PlainRows {
   static constexpr int CHUNKS = 4, STEP = 32 * CHUNKS;
   static constexpr int GROUP_CHUNKS = GROUP, GROUPS = CHUNKS / GROUP;
   static constexpr int CODE_BYTES = 1024, STAGE_BYTES = CODE_BYTES + 128;
+  static constexpr bool SHARES = true;  // scales are copied by one lane and read by four
   static constexpr float UNIT = 16777216.f, HIGH = 0.0625f;
   static constexpr u32 ONE = 0x3C003C00u;
   struct Part {
@@ -109,6 +110,8 @@ struct W4Stream {
     const u32* from;
     i32 rows_left, scale;
   };
+
+  __device__ __forceinline__ static int x_offset(int chunk, int t) { return 32 * chunk + 8 * t; }
 
   __device__ __forceinline__ Cursor at(i32 tile) const {
     const int lane = threadIdx.x % 32, t = lane % 4, row = 16 * tile + lane / 4;
@@ -195,7 +198,7 @@ linear_w4(const u32* __restrict__ codes, const u16* __restrict__ scales,
                  float eps, float* __restrict__ residual, const __half* __restrict__ gamma,
                  float* __restrict__ sumsq_out) {
   extern __shared__ __align__(16) uint4 shared[];
-  const W4Stream<GROUP> weights{codes, scales, zeros, group_shift, K, N};
+  const W4Stream<GROUP> weights{{}, codes, scales, zeros, group_shift, K, N};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   stream_gemm<W4Stream<GROUP>, NT, WARPS, STAGES, HELD>(weights, x, finish, M, N, K,
                                                         reinterpret_cast<u8*>(shared));
