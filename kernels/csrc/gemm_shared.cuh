@@ -1,0 +1,269 @@
+// Linear layers for 17 rows and more: tiles of W and of X pass through shared memory.
+//
+// A CTA has 16 MT WR rows of W and 8 NT rows of X. Its WR WK warps have 16 MT rows each, all rows of
+// X, and every WK-th block of k. A stage of the ring holds W as it is stored (codes are decoded in
+// registers, by the one warp that has those rows) and X as fragments, so that every read of either
+// is 16 bytes a lane without a conflict. Where N alone makes too few CTAs, gridDim.z of them split
+// K; the last to come adds the partial sums in the order of the splits.
+//
+// The order of k within a block is that of W's bytes: lane t = lane % 4 of a row's four takes its
+// 16 t ... 16 t + 15 bytes, whatever they hold, and X is stored so that it meets the same k. F16 and
+// both modes of nested weights share one order: their sums are the same bits.
+//
+// How the weights are stored is the policy F:
+//   BLOCK             k of a row that its four lanes take at once
+//   PLANES            pieces of 16 bytes that each of them reads for that
+//   GROUP             chunks of 32 k that share a scale; 0: no scales, sums stay where they are
+//   UNIT              what all sums are multiplied by at the end
+//   place<ROWS, WK>(e)              the e-th piece of a stage, in the order in which threads copy
+//   source(row, k, plane, t)        where it is in global memory
+//   unit(piece), lane(piece)        which 32 k and which t eight values of X of a block belong to
+//   Scales            what a lane needs besides to decode 16 rows of a block
+//   load(scales, row, k)            of rows row and row + 8 of the block at k
+//   within(k, plane, t)             whether that piece of the block at k is within K
+//   fragments(planes, scales, unit, half, a)   A operands of two mma, of row g (half 0) or g + 8
+//   scale(scales, unit, half)       what a group's sums are multiplied by
+//   row_scale(row)                  what a row's sums are multiplied by, a power of two
+//   extra(row, x)                   what is added to them after that, for this row of X
+//   extras(row, end)                whether any of these rows has something to add
+#pragma once
+#include "gemm.cuh"
+
+struct Place {
+  int row, block, plane, lane;
+};
+
+// Leaves this split's sums in the workspace. In the CTA that comes last true, and `sums` is that of
+// all splits, added in their order.
+template <int MT, int NT, int THREADS>
+DEV bool merge(float (&sums)[MT][NT][4], float* workspace, i32* tickets) {
+  const int splits = gridDim.z, block = blockIdx.y * gridDim.x + blockIdx.x;
+  float4* const lane = reinterpret_cast<float4*>(workspace) +
+                       static_cast<i64>(block) * splits * (MT * NT * THREADS) + threadIdx.x;
+  __shared__ bool last;
+#pragma unroll
+  for (int i = 0; i < MT; ++i)
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+      lane[(static_cast<int>(blockIdx.z) * MT * NT + i * NT + j) * THREADS] =
+          make_float4(sums[i][j][0], sums[i][j][1], sums[i][j][2], sums[i][j][3]);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = take_ticket(tickets + block) == splits - 1;
+    if (last) tickets[block] = 0;
+  }
+  __syncthreads();
+  if (!last) return false;
+  clear(sums);
+  for (int split = 0; split < splits; ++split)
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        const float4 four = ld_cg(lane + (split * MT * NT + i * NT + j) * THREADS);
+        sums[i][j][0] += four.x, sums[i][j][1] += four.y;
+        sums[i][j][2] += four.z, sums[i][j][3] += four.w;
+      }
+  return true;
+}
+
+// Grid: x over blocks of 8 NT rows of X, y over 16 MT WR rows of W, z over splits of K. `workspace`
+// has gridDim.x y z blocks of 16 MT WR * 8 NT floats, `tickets` a zero for each x, y (and is left
+// so); both unused if gridDim.z is 1. `shared`: as `linear_tiled.py` computes it.
+template <class F, int NT, int MT, int WR, int WK, int STAGES>
+DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
+                    i32 K, float* workspace, i32* tickets, uint4* shared) {
+  constexpr int WARPS = WR * WK, THREADS = 32 * WARPS, PLANES = F::PLANES, UNITS = F::BLOCK / 32;
+  constexpr int ROWS = 16 * MT * WR, COLUMNS = 8 * NT, PITCH = COLUMNS + 1, STEP = F::BLOCK * WK;
+  constexpr int W_PIECES = 4 * PLANES * ROWS * WK, X_PIECES = COLUMNS * STEP / 8;
+  constexpr int STAGE = W_PIECES + X_PIECES, OWN = MT / WK;
+  static_assert(MT % WK == 0 && W_PIECES % THREADS == 0 && X_PIECES % THREADS == 0, "whole shares");
+  __shared__ float rstd[COLUMNS], row_scale[ROWS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int wr = warp % WR, wk = warp / WR;
+  const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * ROWS, splits = gridDim.z;
+  const int steps = (K + STEP - 1) / STEP, split = blockIdx.z;
+  const int begin = steps * split / splits, end = steps * (split + 1) / splits;
+
+  auto fetch_w = [&](uint4* stage, int step) {
+#pragma unroll
+    for (int i = 0; i < W_PIECES / THREADS; ++i) {
+      const Place at = F::template place<ROWS, WK>(threadIdx.x + i * THREADS);
+      const int row = n0 + at.row, k = step * STEP + at.block * F::BLOCK;
+      const u8* from = weights.source(row, k, at.plane, at.lane);
+      const bool valid = row < N && weights.within(k, at.plane, at.lane);
+      cp_async16_zfill(stage + ((at.block * PLANES + at.plane) * ROWS + (at.row ^ at.plane)) * 4 +
+                           at.lane,
+                       valid ? from : reinterpret_cast<const u8*>(x), valid ? 16 : 0);
+    }
+  };
+  auto fetch_x = [&](uint4* stage, int step) {
+#pragma unroll
+    for (int i = 0; i < X_PIECES / THREADS; ++i) {
+      const int e = threadIdx.x + i * THREADS, column = e / (STEP / 8), piece = e % (STEP / 8);
+      const int unit = piece / (F::BLOCK / 8) * UNITS + F::unit(piece % (F::BLOCK / 8));
+      const int slot = column % 8 * 4 + F::lane(piece % (F::BLOCK / 8)) ^ unit % 2 * 4;
+      const int m = m0 + column, k = step * STEP + 8 * piece;
+      const bool valid = m < M && k < K;
+      cp_async16_zfill(stage + W_PIECES + (unit * NT + column / 8) * 32 + slot,
+                       valid ? x + static_cast<i64>(m) * K + k : x, valid ? 16 : 0);
+    }
+  };
+
+  launch_dependents();
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage)
+    if (begin + stage < end) fetch_w(shared + stage * STAGE, begin + stage);
+  for (int row = threadIdx.x; row < ROWS; row += THREADS)
+    row_scale[row] = n0 + row < N ? weights.row_scale(n0 + row) : 1.f;
+  wait_for_inputs();
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (begin + stage < end) fetch_x(shared + stage * STAGE, begin + stage);
+    cp_async_commit();
+  }
+  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, 1.f / K);
+
+  float acc[MT][NT][4];
+  clear(acc);
+  typename F::Scales scales[MT];
+  const int row0 = n0 + 16 * MT * wr + g;
+  auto load_scales = [&](int step) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+      weights.load(scales[i], row0 + 16 * i, step * STEP + wk * F::BLOCK);
+  };
+  load_scales(begin);
+  u32 slot = 0;
+  for (int step = begin; step < end; ++step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // this step is there, and the step before is done with its stage
+    const uint4* const stage = shared + slot;
+    {
+      const u32 before = slot ? slot - STAGE : (STAGES - 1) * STAGE;
+      if (step + STAGES - 1 < end) {
+        fetch_w(shared + before, step + STAGES - 1);
+        fetch_x(shared + before, step + STAGES - 1);
+      }
+      cp_async_commit();
+      slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
+    }
+    const uint4* const w = stage + (wk * PLANES * ROWS + 16 * MT * wr) * 4 + t;
+    const uint4* const values = stage + W_PIECES + wk * UNITS * NT * 32;
+    uint4 planes[MT][2][PLANES];
+    typename F::Scales now[MT];
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+      now[i] = scales[i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int plane = 0; plane < PLANES; ++plane)
+          planes[i][half][plane] = w[(plane * ROWS + 16 * i + 8 * half + (g ^ plane)) * 4];
+    }
+    if (F::GROUP && step + 1 < end) load_scales(step + 1);
+    constexpr int GROUP = F::GROUP ? F::GROUP : UNITS;
+#pragma unroll
+    for (int first = 0; first < UNITS; first += GROUP) {
+      float group[MT][NT][4];
+      if (F::GROUP) clear(group);
+      auto& into = F::GROUP ? group : acc;
+#pragma unroll
+      for (int unit = first; unit < first + GROUP; ++unit) {
+        u32 a[MT][2][4];
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            F::fragments(planes[i][half], now[i], unit, half, a[i]);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+          const uint4 b = values[(unit * NT + j) * 32 + (lane ^ unit % 2 * 4)];
+#pragma unroll
+          for (int i = 0; i < MT; ++i)
+            mma16816(into[i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], b.x, b.y);
+#pragma unroll
+          for (int i = 0; i < MT; ++i)
+            mma16816(into[i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], b.z, b.w);
+        }
+      }
+      if (F::GROUP)
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            const float scale = F::scale(now[i], first / GROUP, v / 2);
+#pragma unroll
+            for (int j = 0; j < NT; ++j) acc[i][j][v] = fmaf(scale, group[i][j][v], acc[i][j][v]);
+          }
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+
+  // The warps of a row's K share its tiles: each ends up with the whole sums of some.
+  float own[OWN][NT][4];
+  if (WK == 1) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int v = 0; v < 4; ++v) own[i][j][v] = acc[i][j][v];
+  } else {
+    // [warp of k][row tile][n-tile][lane] 16 bytes
+    float4* const parts = reinterpret_cast<float4*>(shared) + lane;
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+      if (i / OWN != wk)
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+          parts[(((wk * WR + wr) * MT + i) * NT + j) * 32] =
+              make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+      if (i / OWN == wk)
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+          float total[4] = {};
+#pragma unroll
+          for (int from = 0; from < WK; ++from) {
+            float four[4] = {acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]};
+            if (from != wk) {
+              const float4 part = parts[(((from * WR + wr) * MT + i) * NT + j) * 32];
+              four[0] = part.x, four[1] = part.y, four[2] = part.z, four[3] = part.w;
+            }
+#pragma unroll
+            for (int v = 0; v < 4; ++v) total[v] += four[v];
+          }
+#pragma unroll
+          for (int v = 0; v < 4; ++v) own[i % OWN][j][v] = total[v];
+        }
+  }
+  if (splits > 1 && !merge<OWN, NT, THREADS>(own, workspace, tickets)) return;
+  __syncthreads();  // nobody reads the parts any more
+
+  float* const sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int i = 0; i < OWN; ++i)
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        const int row = 16 * (MT * wr + OWN * wk + i) + g + 8 * (v / 2);
+        sums[row * PITCH + 8 * j + 2 * t + v % 2] = own[i][j][v] * (F::UNIT * row_scale[row]);
+      }
+  __syncthreads();
+  if (weights.extras(n0, min(n0 + ROWS, N))) {
+    for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) {
+      const int row = e / COLUMNS, column = e % COLUMNS;
+      if (n0 + row < N && m0 + column < M)
+        sums[row * PITCH + column] +=
+            weights.extra(n0 + row, x + static_cast<i64>(m0 + column) * K);
+    }
+    __syncthreads();
+  }
+  const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
+  finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
+}

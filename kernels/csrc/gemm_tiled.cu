@@ -1,0 +1,209 @@
+// Linear layers for 17 rows and more: FP16, nested and 4-bit weights.
+#include "gemm_shared.cuh"
+#include "nested.cuh"
+#include "w4.cuh"
+
+// Weights without scales, whose sums are the products.
+struct Unscaled {
+  static constexpr int BLOCK = 64, GROUP = 0;
+  struct Scales {};
+  __device__ __forceinline__ static int unit(int piece) { return piece % 2; }
+  __device__ __forceinline__ static int lane(int piece) { return piece / 2; }
+  __device__ __forceinline__ static void load(Scales&, i32, i32) {}
+  __device__ __forceinline__ static float scale(const Scales&, int, int) { return 1.f; }
+};
+
+// Rows whose sums are all that there is to them.
+struct WholeRows {
+  __device__ __forceinline__ static float row_scale(i32) { return 1.f; }
+  __device__ __forceinline__ static bool extras(i32, i32) { return false; }
+  __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
+};
+
+struct F16 : Unscaled, WholeRows {
+  static constexpr int PLANES = 2;
+  static constexpr float UNIT = 1.f;
+  const __half* weight;
+  i32 K;
+
+  __device__ __forceinline__ F16(const __half* weight, i32 K) : weight(weight), K(K) {}
+
+  template <int ROWS, int WK>
+  __device__ __forceinline__ static Place place(int e) {
+    return {e / (8 * WK), e / 8 % WK, e % 2, e / 2 % 4};
+  }
+
+  __device__ __forceinline__ const u8* source(i32 row, i32 k, int plane, int t) const {
+    return reinterpret_cast<const u8*>(weight + static_cast<i64>(row) * K + k + 16 * t + 8 * plane);
+  }
+
+  __device__ __forceinline__ bool within(i32 k, int plane, int t) const {
+    return k + 16 * t + 8 * plane < K;
+  }
+
+  __device__ __forceinline__ static void fragments(const uint4 (&planes)[PLANES], const Scales&,
+                                                   int unit, int half, u32 (&a)[2][4]) {
+    const uint4 eight = planes[unit];
+    a[0][half] = eight.x, a[0][2 + half] = eight.y;
+    a[1][half] = eight.z, a[1][2 + half] = eight.w;
+  }
+};
+
+enum NestedMode {
+  NESTED_F16 = 0,  // both planes: the FP16 weight
+  NESTED_F8 = 1,   // the upper plane: the weight rounded to FP8, products and sums as in FP16
+};
+
+template <int MODE>
+struct Nested : Unscaled, NestedRows {
+  static constexpr int PLANES = MODE == NESTED_F16 ? 2 : 1;
+  static constexpr float UNIT = 1.f;
+  const u8 *upper, *lower;
+  i32 K;
+
+  __device__ __forceinline__ Nested(const NestedRows& rows, const u8* upper, const u8* lower, i32 K)
+      : NestedRows(rows), upper(upper), lower(lower), K(K) {}
+
+  template <int ROWS, int WK>
+  __device__ __forceinline__ static Place place(int e) {
+    return {e / (4 * WK) % ROWS, e / 4 % WK, e / (4 * WK * ROWS), e % 4};
+  }
+
+  __device__ __forceinline__ const u8* source(i32 row, i32 k, int plane, int t) const {
+    return (plane ? lower : upper) + static_cast<i64>(row) * K + k + 16 * t;
+  }
+
+  __device__ __forceinline__ bool within(i32 k, int, int t) const { return k + 16 * t < K; }
+
+  __device__ __forceinline__ static void fragments(const uint4 (&planes)[PLANES], const Scales&,
+                                                   int unit, int half, u32 (&a)[2][4]) {
+    const uint4 up = planes[0];
+    const u32 upper[2] = {unit ? up.z : up.x, unit ? up.w : up.y};
+    const uint4 low = planes[PLANES - 1];
+    const u32 lower[2] = {unit ? low.z : low.x, unit ? low.w : low.y};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (MODE == NESTED_F16)
+        decode_nested(upper[i], lower[i], a[i][half], a[i][2 + half]);
+      else
+        decode_upper(upper[i], a[i][half], a[i][2 + half]);
+  }
+
+  __device__ __forceinline__ float row_scale(i32 n) const { return row(n).scale; }
+
+  __device__ __forceinline__ bool extras(i32 n, i32 end) const {
+    return outlier_starts && outlier_starts[n] < outlier_starts[end];
+  }
+
+  __device__ __forceinline__ float extra(i32 n, const __half* x) const {
+    return whole(0.f, row(n), x);
+  }
+};
+
+// GROUP_: chunks of 32 that share a scale in a block: 4 for groups of 128 or a larger power of two,
+// 1 for groups of 32 and 64.
+template <int GROUP_>
+struct W4 : WholeRows {
+  static constexpr int BLOCK = 128, PLANES = 1, GROUP = GROUP_, GROUPS = 4 / GROUP_;
+  static constexpr float UNIT = 1.f;
+  struct Scales {
+    u16 scale[2][GROUPS];
+    u32 zero[2][GROUPS];
+  };
+  const u32* codes;
+  const u16* scales;
+  const u8* zeros;
+  i32 group_shift, N, K;
+
+  __device__ __forceinline__ W4(const u32* codes, const u16* scales, const u8* zeros,
+                                i32 group_shift, i32 N, i32 K)
+      : codes(codes), scales(scales), zeros(zeros), group_shift(group_shift), N(N), K(K) {}
+
+  __device__ __forceinline__ static int unit(int piece) { return piece / 4; }
+  __device__ __forceinline__ static int lane(int piece) { return piece % 4; }
+
+  template <int ROWS, int WK>
+  __device__ __forceinline__ static Place place(int e) {
+    return {e / (4 * WK), e / 4 % WK, 0, e % 4};
+  }
+
+  __device__ __forceinline__ const u8* source(i32 row, i32 k, int, int t) const {
+    return reinterpret_cast<const u8*>(codes + static_cast<i64>(row) * ((K + 127) / 128 * 16) +
+                                       k / 8 + 4 * t);
+  }
+
+  __device__ __forceinline__ bool within(i32 k, int, int) const { return k < K; }
+
+  __device__ __forceinline__ void load(Scales& found, i32 row, i32 k) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        const i32 at = k + 32 * GROUP * i, n = row + 8 * half;
+        const i32 place = n * (K >> group_shift) + (at >> group_shift);
+        const bool valid = n < N && at < K;
+        found.scale[half][i] = valid ? __ldg(scales + place) : static_cast<u16>(0);
+        found.zero[half][i] = valid && zeros ? __ldg(zeros + place) : 8u;
+      }
+  }
+
+  __device__ __forceinline__ static void fragments(const uint4 (&planes)[1], const Scales& scales,
+                                                   int unit, int half, u32 (&a)[2][4]) {
+    const uint4 row = planes[0];
+    const u32 word = unit == 0 ? row.x : unit == 1 ? row.y : unit == 2 ? row.z : row.w;
+    u32 pairs[4];
+    decode_w4(word, scales.zero[half][unit / GROUP], pairs);
+    a[0][half] = pairs[0], a[0][2 + half] = pairs[1];
+    a[1][half] = pairs[2], a[1][2 + half] = pairs[3];
+  }
+
+  __device__ __forceinline__ static float scale(const Scales& scales, int group, int half) {
+    return __half2float(bits_half(scales.scale[half][group]));
+  }
+};
+
+template <int NT, int MT, int WR, int WK, int STAGES>
+__global__ void __launch_bounds__(32 * WR * WK, 1)
+linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
+                 i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+                 const float* __restrict__ sumsq, i32 partials, float eps,
+                 float* __restrict__ residual, const __half* __restrict__ gamma,
+                 float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
+  extern __shared__ __align__(16) uint4 shared[];
+  const F16 weights(weight, K);
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  tiled_gemm<F16, NT, MT, WR, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
+}
+
+template <int MODE, int NT, int MT, int WR, int WK, int STAGES>
+__global__ void __launch_bounds__(32 * WR * WK, 1)
+linear_nested_tiled(const u8* __restrict__ upper, const u8* __restrict__ lower,
+                    const signed char* __restrict__ shift, const i32* __restrict__ outlier_starts,
+                    const i32* __restrict__ outlier_columns,
+                    const __half* __restrict__ outlier_values, const __half* __restrict__ x, i32 M,
+                    i32 N, i32 K, i32 epilogue, void* __restrict__ out,
+                    const float* __restrict__ bias, const float* __restrict__ sumsq, i32 partials,
+                    float eps, float* __restrict__ residual, const __half* __restrict__ gamma,
+                    float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
+  extern __shared__ __align__(16) uint4 shared[];
+  const Nested<MODE> weights({shift, outlier_starts, outlier_columns, outlier_values}, upper, lower,
+                             K);
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  tiled_gemm<Nested<MODE>, NT, MT, WR, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+                                                   shared);
+}
+
+template <int GROUP, int NT, int MT, int WR, int WK, int STAGES>
+__global__ void __launch_bounds__(32 * WR * WK, 1)
+linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
+                const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M,
+                i32 N, i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+                const float* __restrict__ sumsq, i32 partials, float eps,
+                float* __restrict__ residual, const __half* __restrict__ gamma,
+                float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
+  extern __shared__ __align__(16) uint4 shared[];
+  const W4<GROUP> weights(codes, scales, zeros, group_shift, N, K);
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  tiled_gemm<W4<GROUP>, NT, MT, WR, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+                                                shared);
+}
