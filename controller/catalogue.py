@@ -43,17 +43,6 @@ _SWAPS = (
                 "Begun and failed; the request went on where it was.",
             ),
             ("kv_cpu_reload_blocks_total", "blocks", "KV blocks copied back in and verified."),
-            (
-                "kv_cpu_prefetches_total",
-                "payloads",
-                "Begun to be fetched from another node's store ahead of their swap-in.",
-            ),
-            ("kv_cpu_prefetches_used_total", "payloads", "Of these, those swapped in from here."),
-            (
-                "kv_cpu_prefetches_wasted_total",
-                "payloads",
-                "Of these, those called off, failed, or resumed elsewhere.",
-            ),
         ),
     ),
     *_of(
@@ -282,6 +271,17 @@ _WORKERS = (
                 "deepinfer_worker_recomputed_total",
                 "requests",
                 "Computed again because their payload was lost or refused.",
+            ),
+            (
+                "deepinfer_worker_prefetches_total",
+                "payloads",
+                "Begun to be fetched from another node's store ahead of their swap-in.",
+            ),
+            ("deepinfer_worker_prefetches_used_total", "payloads", "Of these, swapped in here."),
+            (
+                "deepinfer_worker_prefetches_wasted_total",
+                "payloads",
+                "Of these, called off, failed, or swapped in elsewhere.",
             ),
             ("deepinfer_worker_late_refusals_total", "requests", "Sent back for want of room."),
             ("deepinfer_worker_orders_seen_total", "orders", "From controllers."),

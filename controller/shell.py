@@ -55,9 +55,9 @@ WORKERS_COUNTERS = (
     "kv_cpu_offload_bytes_total",
     "kv_cpu_offload_failed_total",
     "kv_cpu_reload_blocks_total",
-    "kv_cpu_prefetches_total",
-    "kv_cpu_prefetches_used_total",
-    "kv_cpu_prefetches_wasted_total",
+    "deepinfer_worker_prefetches_total",
+    "deepinfer_worker_prefetches_used_total",
+    "deepinfer_worker_prefetches_wasted_total",
     "cpu_offload_seconds",
     "cpu_reload_seconds",
 )

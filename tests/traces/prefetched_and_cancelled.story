@@ -23,6 +23,6 @@ story
     abort c0
     see k1 -> w1 Prefetch c0 ticket=none
     run 2
-    expect w1 kv_cpu_prefetches_wasted_total == 1
+    expect w1 prefetches_wasted == 1
     finish
-    expect w1 kv_cpu_prefetches_total == 1
+    expect w1 prefetches == 1

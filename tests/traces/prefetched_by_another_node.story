@@ -28,8 +28,8 @@ story
     see w1 hears FetchDone status=ok ahead=true
     finish
     expect c0 tokens == 6
-    expect w1 kv_cpu_prefetches_total == 1
-    expect w1 kv_cpu_prefetches_used_total == 1
-    expect w1 kv_cpu_prefetches_wasted_total == 0
+    expect w1 prefetches == 1
+    expect w1 prefetches_used == 1
+    expect w1 prefetches_wasted == 0
     expect w1 requests_resumed_total == 1
     expect w1 recomputed == 0
