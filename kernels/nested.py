@@ -340,7 +340,7 @@ def interleave(gate: NestedWeight, up: NestedWeight) -> NestedWeight:
     if gate.rows % 8:
         raise ValueError(f"gate has {gate.rows} rows, which is no multiple of 8")
     order = torch.arange(2 * gate.rows, device=gate.device).view(2, -1, 8).transpose(0, 1)
-    return _take(stack([gate, up]), order.flatten())
+    return take_rows(stack([gate, up]), order.flatten())
 
 
 def scale_rows(weight: NestedWeight, exponents: Tensor) -> NestedWeight:
@@ -357,7 +357,7 @@ def scale_rows(weight: NestedWeight, exponents: Tensor) -> NestedWeight:
     return replace(weight, row_shift=shift, outlier_values=values, bias=bias)
 
 
-def _take(weight: NestedWeight, order: Tensor) -> NestedWeight:
+def take_rows(weight: NestedWeight, order: Tensor) -> NestedWeight:
     """The rows of ``weight`` whose numbers are in ``order`` int64 ``[n]``."""
     starts = places = values = None
     if weight.outlier_columns is not None and weight.outlier_values is not None:

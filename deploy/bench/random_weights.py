@@ -93,6 +93,9 @@ class RandomWeights:
         """None: nothing is packed."""
         return None
 
+    def read_nested(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is nested."""
+
     def stored(self, name: str) -> tuple[memoryview, ...]:
         """The bytes of one tensor."""
         return (self.read(name).cpu().contiguous().flatten().view(torch.uint8).numpy().data,)

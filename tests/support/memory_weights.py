@@ -38,6 +38,9 @@ class MemoryWeights:
     def read_quantized(self, name: str, device: torch.device | None = None) -> None:
         """None: nothing is packed."""
 
+    def read_nested(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is nested."""
+
     def stored(self, name: str) -> tuple[memoryview, ...]:
         """The bytes of one tensor."""
         return (self.read(name).contiguous().flatten().view(torch.uint8).numpy().data,)

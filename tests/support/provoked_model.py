@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.nested import NestedWeight
 from deepinfer.workers.model.quantized import QuantizedTensor
 from deepinfer.workers.model.weights import LoadedModel, RowLookup, WeightSource, expected_shapes
 
@@ -30,7 +31,8 @@ def provoked(model: LoadedModel, size: float, *, every: int = 1) -> LoadedModel:
                 bias.view(config.kv_heads, -1)[:, config.rope_dim // 2 - 1] = size
             biases[name] = bias
     weights = _Biased(model.weights, biases)
-    return LoadedModel(config, weights, f"{model.fingerprint[:20]}-biased-{size:g}")
+    name = f"{model.fingerprint[:20]}-biased-{size:g}"
+    return replace(model, config=config, weights=weights, fingerprint=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ class _Biased:
         self, name: str, device: torch.device | None = None
     ) -> QuantizedTensor | None:
         return self.source.read_quantized(name, device)
+
+    def read_nested(self, name: str, device: torch.device | None = None) -> NestedWeight | None:
+        return self.source.read_nested(name, device)
 
     def stored(self, name: str) -> tuple[memoryview, ...]:
         bias = self.biases.get(name)

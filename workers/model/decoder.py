@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -13,6 +15,8 @@ from deepinfer.kvstore.core.layout import KvDtype, KvLayout
 from deepinfer.workers.backends.base import Backend, Linear, Plan
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.heap import trim_heap
+from deepinfer.workers.model.levels import PrecisionLevels
+from deepinfer.workers.model.nested import nested_read
 from deepinfer.workers.model.weights import LoadedModel, WeightSource, row_lookup
 from deepinfer.workers.pool import PagedPool
 
@@ -26,6 +30,12 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 
 ROPE_CHUNK: Final = 1024
 """Positions that RoPE's table grows by."""
+
+LEVELS_DEFAULT: Final = 2
+"""Levels of a nested model: FP16 and FP8."""
+
+Read = Callable[[str], Tensor]
+"""A tensor by its Hugging Face name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,39 +87,47 @@ class Decoder:
     """A model packed for one backend. Owns the weights; holds no KV and no request.
 
     ``embedding`` looks rows up. On the CPU that is in the mapped checkpoint itself, which needs
-    no memory of its own.
+    no memory of its own. A nested model has ``precision_levels`` levels and is packed twice, its
+    FP16 and its FP8 values; others have one level.
+
+    Raises ValueError for a number of levels that there cannot be.
     """
 
-    def __init__(self, model: LoadedModel, backend: Backend) -> None:
+    def __init__(
+        self, model: LoadedModel, backend: Backend, precision_levels: int = LEVELS_DEFAULT
+    ) -> None:
         self.config = model.config
         self.fingerprint = model.fingerprint
         self.backend = backend
         config, weights = model.config, model.weights
+        levels = precision_levels if model.nested else 1
+        self.levels = PrecisionLevels(config.layers, levels, model.layer_order)
         if backend.device.type == "cpu":
             self.embedding = weights.rows(EMBEDDING)
         else:
             self.embedding = row_lookup(weights.read(EMBEDDING).to(backend.device))
         # The largest first: what packing needs besides the result is then smaller than the rest.
         head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
-        self.head = backend.pack_linear(weights.read(head), None)
-        self.layers: list[DecoderLayer] = []
+        reads = self._reads(weights)
+        self._heads = tuple(backend.pack_linear(read(head), None) for read in reads)
+        self._layers: list[tuple[DecoderLayer, ...]] = []
         for layer in range(config.layers):
-            self.layers.append(_pack_layer(config, weights, layer, backend))
+            self._layers.append(tuple(_pack_layer(config, read, layer, backend) for read in reads))
             weights.release()
             if layer % TRIM_LAYERS == 0:
                 trim_heap()
         trim_heap()
-        self.norm = _vector(weights, "model.norm.weight", backend)
+        self.norm = _vector(weights.read, "model.norm.weight", backend)
         self.rope = RopeTable(config, backend.device)
 
     def linears(self) -> list[Linear]:
-        """All packed weights, the LM head last."""
+        """All packed weights at FP16, the LM head last."""
         packed = [
             linear
-            for layer in self.layers
+            for layer, *_ in self._layers
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
         ]
-        return [*packed, self.head]
+        return [*packed, self._heads[0]]
 
     def kv_layout(self, dtype: KvDtype, block_size: int) -> KvLayout:
         """The layout of a pool for this model."""
@@ -117,22 +135,38 @@ class Decoder:
 
     def take_projections(self, weights: WeightSource) -> None:
         """Read q, k and v, and their norms, anew: the same model's, but for key scales."""
-        for index, layer in enumerate(self.layers):
-            qkv, q_norm, k_norm = _pack_projections(self.config, weights, index, self.backend)
-            self.layers[index] = replace(layer, qkv=qkv, q_norm=q_norm, k_norm=k_norm)
+        reads = self._reads(weights)
+        for index, forms in enumerate(self._layers):
+            taken = []
+            for layer, read in zip(forms, reads, strict=True):
+                qkv, q_norm, k_norm = _pack_projections(self.config, read, index, self.backend)
+                taken.append(replace(layer, qkv=qkv, q_norm=q_norm, k_norm=k_norm))
+            self._layers[index] = tuple(taken)
             weights.release()
         trim_heap()
 
-    def forward(self, token_ids: Tensor, plan: Plan, pool: PagedPool) -> Tensor:
+    def _reads(self, weights: WeightSource) -> tuple[Read, ...]:
+        """How to read the weights, once for every form in which they are packed."""
+        return (
+            (weights.read,)
+            if self.levels.count == 1
+            else (weights.read, partial(nested_read, weights))
+        )
+
+    def forward(
+        self, token_ids: Tensor, plan: Plan, pool: PagedPool, in_fp8: Sequence[bool]
+    ) -> Tensor:
         """Write the step's KV and return the residual stream ``[padded_rows, hidden]``, float32.
 
-        ``token_ids`` int64 ``[padded_rows]`` (padding rows: any valid id).
+        ``token_ids`` int64 ``[padded_rows]`` (padding rows: any valid id); ``in_fp8`` says of every
+        layer whether it computes with its FP8 values.
         """
         config, backend = self.config, self.backend
         heads, kv_heads = config.heads, config.kv_heads
         residual = self.embedding(token_ids)
         cos, sin = self.rope.at(plan.positions)
-        for index, layer in enumerate(self.layers):
+        for index, (forms, fp8) in enumerate(zip(self._layers, in_fp8, strict=True)):
+            layer = forms[fp8]
             normed = backend.rms_norm(residual, layer.input_norm, config.rms_eps)
             qkv = backend.linear(normed, layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
             q_and_k = qkv[:, : heads + kv_heads]
@@ -151,10 +185,10 @@ class Decoder:
             residual += backend.linear(gated, layer.down)
         return residual
 
-    def logits(self, residual: Tensor) -> Tensor:
+    def logits(self, residual: Tensor, in_fp8: bool) -> Tensor:
         """Final norm and LM head: ``[rows, hidden]`` to float32 ``[rows, vocab]``."""
         normed = self.backend.rms_norm(residual, self.norm, self.config.rms_eps)
-        return self.backend.linear(normed, self.head)
+        return self.backend.linear(normed, self._heads[in_fp8])
 
 
 def kv_layout(config: ModelConfig, dtype: KvDtype, block_size: int) -> KvLayout:
@@ -163,61 +197,54 @@ def kv_layout(config: ModelConfig, dtype: KvDtype, block_size: int) -> KvLayout:
 
 
 def _pack_projections(
-    config: ModelConfig, weights: WeightSource, layer: int, backend: Backend
+    config: ModelConfig, read: Read, layer: int, backend: Backend
 ) -> tuple[Linear, Tensor | None, Tensor | None]:
     """Fused q, k and v, and the norms of q and k."""
     attention = f"model.layers.{layer}.self_attn"
     qkv_bias = q_norm = k_norm = None
     if config.fused_projections:
-        qkv = weights.read(f"{attention}.qkv_proj.weight")
+        qkv = read(f"{attention}.qkv_proj.weight")
     else:
-        qkv = torch.cat([weights.read(f"{attention}.{part}_proj.weight") for part in "qkv"])
+        qkv = torch.cat([read(f"{attention}.{part}_proj.weight") for part in "qkv"])
     if config.qkv_bias:
-        qkv_bias = torch.cat([weights.read(f"{attention}.{part}_proj.bias") for part in "qkv"])
+        qkv_bias = torch.cat([read(f"{attention}.{part}_proj.bias") for part in "qkv"])
     if config.qk_norm:
-        q_norm = _vector(weights, f"{attention}.q_norm.weight", backend)
-        k_norm = _vector(weights, f"{attention}.k_norm.weight", backend)
+        q_norm = _vector(read, f"{attention}.q_norm.weight", backend)
+        k_norm = _vector(read, f"{attention}.k_norm.weight", backend)
     return backend.pack_linear(qkv, qkv_bias), q_norm, k_norm
 
 
-def _pack_layer(
-    config: ModelConfig, weights: WeightSource, layer: int, backend: Backend
-) -> DecoderLayer:
+def _pack_layer(config: ModelConfig, read: Read, layer: int, backend: Backend) -> DecoderLayer:
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     padding = -config.intermediate_size % MLP_WIDTH_MULTIPLE
-    qkv, q_norm, k_norm = _pack_projections(config, weights, layer, backend)
+    qkv, q_norm, k_norm = _pack_projections(config, read, layer, backend)
     if config.fused_projections:
-        gate, up = weights.read(f"{mlp}.gate_up_proj.weight").chunk(2)
+        gate, up = read(f"{mlp}.gate_up_proj.weight").chunk(2)
     else:
-        gate = weights.read(f"{mlp}.gate_proj.weight")
-        up = weights.read(f"{mlp}.up_proj.weight")
+        gate = read(f"{mlp}.gate_proj.weight")
+        up = read(f"{mlp}.up_proj.weight")
     gate_up_bias = None
     if config.mlp_bias:
         gate_up_bias = torch.cat(
-            [
-                F.pad(weights.read(f"{mlp}.{part}_proj.bias"), (0, padding))
-                for part in ("gate", "up")
-            ]
+            [F.pad(read(f"{mlp}.{part}_proj.bias"), (0, padding)) for part in ("gate", "up")]
         )
     gate_up = torch.cat([F.pad(part, (0, 0, 0, padding)) for part in (gate, up)])
-    down = F.pad(weights.read(f"{mlp}.down_proj.weight"), (0, padding))
+    down = F.pad(read(f"{mlp}.down_proj.weight"), (0, padding))
     return DecoderLayer(
-        input_norm=_vector(weights, f"{prefix}.input_layernorm.weight", backend),
+        input_norm=_vector(read, f"{prefix}.input_layernorm.weight", backend),
         qkv=qkv,
         q_norm=q_norm,
         k_norm=k_norm,
         out=backend.pack_linear(
-            weights.read(f"{attention}.o_proj.weight"),
-            weights.read(f"{attention}.o_proj.bias") if config.o_bias else None,
+            read(f"{attention}.o_proj.weight"),
+            read(f"{attention}.o_proj.bias") if config.o_bias else None,
         ),
-        mlp_norm=_vector(weights, f"{prefix}.post_attention_layernorm.weight", backend),
+        mlp_norm=_vector(read, f"{prefix}.post_attention_layernorm.weight", backend),
         gate_up=backend.pack_linear(gate_up, gate_up_bias),
-        down=backend.pack_linear(
-            down, weights.read(f"{mlp}.down_proj.bias") if config.mlp_bias else None
-        ),
+        down=backend.pack_linear(down, read(f"{mlp}.down_proj.bias") if config.mlp_bias else None),
     )
 
 
-def _vector(weights: WeightSource, name: str, backend: Backend) -> Tensor:
-    return weights.read(name).to(backend.device, torch.float32)
+def _vector(read: Read, name: str, backend: Backend) -> Tensor:
+    return read(name).to(backend.device, torch.float32)

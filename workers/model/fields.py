@@ -89,6 +89,17 @@ class Fields:
             )
         return tuple(value)
 
+    def naturals(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers from 0 up; empty where it is missing or null."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+            raise UnsupportedModelError(
+                f"{self._where}{name} must be a list of whole numbers from 0 up, got {shown(value)}"
+            )
+        return tuple(value)
+
     def object(self, name: str) -> Mapping[str, Any]:
         """An object; empty where it is missing or null."""
         value = self.values.get(name)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
 from deepinfer.workers.model.hf_config import config_json
+from deepinfer.workers.model.nested import NestedWeights
 from deepinfer.workers.model.packed_weights import PackedWeights
 from deepinfer.workers.model.quantization import (
     FALLBACK_FILES,
+    NestedFormat,
     Quantization,
     parse_quantization,
     quantization_from_hf,
 )
 from deepinfer.workers.model.safetensors_loader import (
+    FLOATS,
+    INTEGERS,
+    PLANES,
     SafetensorsFile,
     SafetensorsWeights,
     parse_object,
@@ -37,16 +45,21 @@ def load_folder(folder: Path) -> tuple[ModelConfig, WeightSource]:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"config.json: {error}") from error
     quantization = _quantization(folder, text)
-    files = [
-        SafetensorsFile(path, packed=quantization is not None) for path in _weight_files(folder)
-    ]
-    weights = SafetensorsWeights(files)
-    if quantization is None:
-        return config, weights
-    return config, PackedWeights(weights, config, quantization)
+    match quantization:
+        case None:
+            return config, _weights(folder, FLOATS)
+        case NestedFormat():
+            return config, NestedWeights(_weights(folder, FLOATS | PLANES), config, quantization)
+        case Quantization():
+            packed = _weights(folder, FLOATS | INTEGERS)
+            return config, PackedWeights(packed, config, quantization)
 
 
-def _quantization(folder: Path, config: str) -> Quantization | None:
+def _weights(folder: Path, dtypes: Mapping[str, torch.dtype]) -> SafetensorsWeights:
+    return SafetensorsWeights([SafetensorsFile(path, dtypes) for path in _weight_files(folder)])
+
+
+def _quantization(folder: Path, config: str) -> Quantization | NestedFormat | None:
     """How the weights are packed, by ``config.json`` or else by a file of their packer."""
     if (found := quantization_from_hf(json.loads(config))) is not None:
         return found

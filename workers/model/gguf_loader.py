@@ -114,6 +114,9 @@ class GgufWeights:
     def read_quantized(self, name: str, device: torch.device | None = None) -> None:
         """None: what GGUF packs is read as float32."""
 
+    def read_nested(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is nested."""
+
     def stored(self, name: str) -> tuple[memoryview, ...]:
         """The stored bytes of one tensor."""
         stored = self._names.get(name)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.nested import NestedWeight, scale_rows
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.quantized import QuantizedTensor
 from deepinfer.workers.model.weights import LoadedModel, RowLookup, WeightSource
@@ -91,9 +92,7 @@ def with_key_scales(model: LoadedModel, scales: KeyScales) -> LoadedModel:
     Raises ValueError for exponents of another model's sizes, or that tell RoPE's pairs (or, where
     q and k are normed, heads) apart.
     """
-    return LoadedModel(
-        model.config, _ScaledWeights(model.weights, model.config, scales), model.fingerprint
-    )
+    return replace(model, weights=_ScaledWeights(model.weights, model.config, scales))
 
 
 class _ScaledWeights:
@@ -125,6 +124,14 @@ class _ScaledWeights:
             return weight
         scaled = weight.scales.to(torch.float32) * _along_rows(factor, weight.scales)
         return QuantizedTensor(weight.codes, scaled.to(torch.float16), weight.zeros)
+
+    def read_nested(self, name: str, device: torch.device | None = None) -> NestedWeight | None:
+        """One nested weight: its rows' shifts take the factors."""
+        weight = self._source.read_nested(name, device)
+        factor = self._factors.get(name)
+        if weight is None or factor is None:
+            return weight
+        return scale_rows(weight, factor.log2().round())
 
     def stored(self, name: str) -> tuple[memoryview, ...]:
         """The stored bytes of one tensor, as they are."""

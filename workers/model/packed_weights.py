@@ -163,6 +163,9 @@ class PackedWeights:
         )
         return weight.regrouped(_row_group(module)) if module.scheme.group is None else weight
 
+    def read_nested(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is nested."""
+
     def stored(self, name: str) -> tuple[memoryview, ...]:
         """The stored bytes of one tensor; of a packed one also what they mean."""
         module = self._modules.get(name)

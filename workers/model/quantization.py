@@ -1,7 +1,8 @@
 """What a checkpoint's ``quantization_config`` says: which packing, and how each module is packed.
 
-Read are 4-bit weights with 16-bit activations (W4A16) in three packings; ``packed_weights`` knows
-their tensors. Everything else is refused here, by field and value, before a tensor is read.
+Read are 4-bit weights with 16-bit activations (W4A16) in three packings, whose tensors
+``packed_weights`` knows, and nested ones (``nested``). Everything else is refused here, by field
+and value, before a tensor is read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,36 @@ FALLBACK_FILES: Final[Mapping[str, str]] = {
     "quant_config.json": "awq",
 }
 """Where a folder may have it instead, and what an old one without ``quant_method`` is."""
+
+
+NESTED: Final = "deepinfer_nested"
+"""``quant_method`` of nested weights."""
+
+NESTED_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NestedFormat:
+    """A checkpoint of nested weights: all linear layers but the modules called ``plain``.
+
+    ``row_scaling`` False: by the published rule. ``layer_order`` names the decoder layers, those
+    first that suffer least from FP8; empty: nobody measured it.
+    """
+
+    row_scaling: bool = True
+    plain: tuple[str, ...] = ()
+    layer_order: tuple[int, ...] = ()
+    where: str = field(default=KEYS[0], compare=False)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The object that is read back as this."""
+        return {
+            "quant_method": NESTED,
+            "version": NESTED_VERSION,
+            "row_scaling": self.row_scaling,
+            "modules_to_not_convert": list(self.plain),
+            "layer_order": list(self.layer_order),
+        }
 
 
 class Packing(Enum):
@@ -73,7 +104,7 @@ class Quantization:
         return Rule(bool, None, "no config_groups has it among its targets")
 
 
-def quantization_from_hf(values: Mapping[str, Any]) -> Quantization | None:
+def quantization_from_hf(values: Mapping[str, Any]) -> Quantization | NestedFormat | None:
     """Read it from a ``config.json``; None: the weights are not quantised.
 
     Raises UnsupportedModelError naming field, value and what is allowed: another method, format,
@@ -87,14 +118,15 @@ def quantization_from_hf(values: Mapping[str, Any]) -> Quantization | None:
 
 def parse_quantization(
     values: object, *, where: str, method_default: str | None = None
-) -> Quantization:
+) -> Quantization | NestedFormat:
     """Read one such object, called ``where`` in errors; they are those of quantization_from_hf."""
     if not isinstance(values, Mapping):
         raise UnsupportedModelError(f"{where} must be an object, got {shown(values)}")
     fields = Fields(values, f"{where}: ")
-    method = fields.one_of(
-        "quant_method", *(packing.value for packing in Packing), default=method_default
-    )
+    methods = (*(packing.value for packing in Packing), NESTED)
+    method = fields.one_of("quant_method", *methods, default=method_default)
+    if method == NESTED:
+        return _nested(fields, where)
     match Packing(method):
         case Packing.GPTQ:
             return _gptq(fields, where)
@@ -102,6 +134,16 @@ def parse_quantization(
             return _awq(fields, where)
         case Packing.COMPRESSED_TENSORS:
             return _compressed_tensors(fields, where)
+
+
+def _nested(fields: Fields, where: str) -> NestedFormat:
+    fields.one_of("version", NESTED_VERSION)
+    return NestedFormat(
+        row_scaling=fields.one_of("row_scaling", True, False),
+        plain=fields.texts("modules_to_not_convert"),
+        layer_order=fields.naturals("layer_order"),
+        where=where,
+    )
 
 
 def _gptq(fields: Fields, where: str) -> Quantization:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -43,16 +43,40 @@ def check_level(level: int, levels: int) -> None:
         raise ValueError(f"level = {level}: must be 0 to {levels - 1}")
 
 
+class Levels(Protocol):
+    """What computes in FP8 at which level, as ``PrecisionLevels`` says it."""
+
+    @property
+    def count(self) -> int:
+        """Levels."""
+        ...
+
+    def fp8_layers(self, level: int) -> tuple[bool, ...]:
+        """For each layer whether it computes in FP8. Raises ValueError for an unknown level."""
+        ...
+
+    def fp8_head(self, level: int) -> bool:
+        """Whether the LM head does."""
+        ...
+
+
 class ModelRunner:
     """A decoder bound to a pool. Only the engine thread may call it.
 
     ``model`` is a loaded checkpoint, or a decoder that another runner already packed (several
-    pools may share one copy of the weights).
+    pools may share one copy of the weights). ``levels`` replace the decoder's own levels, if
+    its weights are nested.
 
     Raises ValueError when the pool's layout is not the model's.
     """
 
-    def __init__(self, model: LoadedModel | Decoder, pool: PagedPool, backend: Backend) -> None:
+    def __init__(
+        self,
+        model: LoadedModel | Decoder,
+        pool: PagedPool,
+        backend: Backend,
+        levels: Levels | None = None,
+    ) -> None:
         config = model.config
         expected = (config.layers, config.kv_heads, config.head_dim)
         layout = pool.layout
@@ -65,26 +89,32 @@ class ModelRunner:
         self.config = config
         self.pool = pool
         self.backend = backend
-        self.levels = 1
         self.costs: tuple[StepCost, ...] = ()
+        """What steps take at each level (``costs.measure_costs``); () if that was not measured."""
+        self._levels: Levels = levels or self.decoder.levels
         with torch.inference_mode():
             backend.calibrate(self.decoder.linears(), layout)
 
+    @property
+    def levels(self) -> int:
+        """How many levels the weights have; those of a model that is not nested have one."""
+        return self._levels.count
+
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> Tensor:
-        """Compute ``slices`` in one step.
+        """Compute ``slices`` in one step, at a level of 0 to ``levels - 1``.
 
         Returns float32 ``[slices that want logits, vocab]``, in their order. Every slice's K and
         V are in the pool afterwards. Blocks that two slices share must not be written by either
         (only positions ``>= start`` are written).
 
-        Raises ValueError naming the slice for: no tokens, a token id outside the vocabulary,
-        positions beyond the model's or the block table's reach, a block id outside the pool.
+        Raises ValueError for an unknown level; naming the slice for: no tokens, a token id
+        outside the vocabulary, positions beyond the model's or the block table's reach, a block id
+        outside the pool.
         """
-        check_level(level, self.levels)
-        return self._last_logits(slices, self._residual(slices))
+        return self._last_logits(slices, self._residual(slices, level), level)
 
-    def _last_logits(self, slices: Sequence[SequenceSlice], residual: Tensor) -> Tensor:
+    def _last_logits(self, slices: Sequence[SequenceSlice], residual: Tensor, level: int) -> Tensor:
         last, row = [], -1
         for part in slices:
             row += len(part.token_ids)
@@ -93,16 +123,20 @@ class ModelRunner:
         if not last:
             return torch.empty((0, self.config.vocab_size))
         rows = torch.tensor(last, device=self.backend.device)
-        return self.decoder.logits(residual.index_select(0, rows))
+        return self._logits(residual.index_select(0, rows), level)
+
+    def _logits(self, residual: Tensor, level: int) -> Tensor:
+        return self.decoder.logits(residual, self._levels.fp8_head(level))
 
     @torch.inference_mode()
-    def forward_all(self, slices: Sequence[SequenceSlice]) -> Tensor:
+    def forward_all(self, slices: Sequence[SequenceSlice], level: int = 0) -> Tensor:
         """As ``forward``, with logits of every row: float32 ``[rows of all slices, vocab]``.
 
         For prompt log-probabilities and perplexity; ``SequenceSlice.logits`` is not looked at.
         """
-        residual = self._residual(slices)[: sum(len(part.token_ids) for part in slices)]
-        return torch.cat([self.decoder.logits(part) for part in torch.split(residual, LOGIT_ROWS)])
+        rows = sum(len(part.token_ids) for part in slices)
+        residual = self._residual(slices, level)[:rows]
+        return torch.cat([self._logits(part, level) for part in torch.split(residual, LOGIT_ROWS)])
 
     @torch.inference_mode()
     def forward_and_score(
@@ -114,17 +148,18 @@ class ModelRunner:
         logits)`` gets float32 ``[some rows, vocab]`` of slice ``i`` from row ``first`` on, at most
         ``LOGIT_ROWS`` at once, for what is to be said of them is smaller than they are.
         """
-        check_level(level, self.levels)
-        residual = self._residual(slices)
+        residual = self._residual(slices, level)
         offset = 0
         for index, (part, wanted) in enumerate(zip(slices, rows, strict=True)):
             for first in range(wanted.start, wanted.stop, LOGIT_ROWS):
                 last = min(first + LOGIT_ROWS, wanted.stop)
-                visit(index, first, self.decoder.logits(residual[offset + first : offset + last]))
+                part_of = residual[offset + first : offset + last]
+                visit(index, first, self._logits(part_of, level))
             offset += len(part.token_ids)
-        return self._last_logits(slices, residual)
+        return self._last_logits(slices, residual, level)
 
-    def _residual(self, slices: Sequence[SequenceSlice]) -> Tensor:
+    def _residual(self, slices: Sequence[SequenceSlice], level: int) -> Tensor:
+        in_fp8 = self._levels.fp8_layers(level)
         if not slices:
             raise ValueError("forward needs at least one slice")
         for index, part in enumerate(slices):
@@ -137,7 +172,7 @@ class ModelRunner:
         tokens = [token for part in slices for token in part.token_ids]
         tokens += [0] * (plan.padded_rows - len(tokens))
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.backend.device)
-        return self.decoder.forward(ids, plan, self.pool)
+        return self.decoder.forward(ids, plan, self.pool, in_fp8)
 
     def _validate(self, index: int, part: SequenceSlice) -> None:
         layout = self.pool.layout

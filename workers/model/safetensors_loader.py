@@ -19,8 +19,15 @@ from deepinfer.workers.model.weights import CheckpointError, RowLookup, row_look
 HEADER_BYTES_MAX: Final = 100_000_000
 """The format's own cap on a header."""
 
-_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PACKED_DTYPES: Final = {**_DTYPES, "I32": torch.int32, "I64": torch.int64}
+FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What the tensors of a plain checkpoint may be."""
+
+INTEGERS: Final = {"I32": torch.int32, "I64": torch.int64}
+"""What those of 4-bit weights may be besides."""
+
+PLANES: Final = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32}
+"""What those of nested weights may be besides."""
+
 _LENGTH_BYTES: Final = 8
 
 
@@ -38,16 +45,16 @@ class TensorEntry:
 class SafetensorsFile:
     """One mapped file with a checked header: little-endian length, JSON, then the tensors.
 
-    Tensors are floats; those of quantised weights (``packed``) may be integers too.
+    Tensors are of ``dtypes``.
 
     Raises CheckpointError for a truncated file, an oversized or malformed header, an unknown
     dtype, a byte range that does not fit the shape or the file, and ranges that overlap or leave
     bytes out.
     """
 
-    def __init__(self, path: Path, *, packed: bool = False) -> None:
+    def __init__(self, path: Path, dtypes: Mapping[str, torch.dtype] = FLOATS) -> None:
         self.path = path
-        self._dtypes = _PACKED_DTYPES if packed else _DTYPES
+        self._dtypes = dtypes
         size = path.stat().st_size
         if size < _LENGTH_BYTES:
             raise CheckpointError(f"{path.name}: {size} bytes are too few for a safetensors file")
@@ -101,7 +108,7 @@ class SafetensorsFile:
             hint = " (integers only where config.json has a quantization_config)"
             raise CheckpointError(
                 f"{where}: dtype {entry.get('dtype')!r} is not supported, only "
-                f"{', '.join(self._dtypes)}{hint if self._dtypes is _DTYPES else ''}"
+                f"{', '.join(self._dtypes)}{hint if self._dtypes is FLOATS else ''}"
             )
         shape = _naturals(entry.get("shape"))
         offsets = _naturals(entry.get("data_offsets"))
@@ -143,6 +150,9 @@ class SafetensorsWeights:
 
     def read_quantized(self, name: str, device: torch.device | None = None) -> None:
         """None: nothing is packed here."""
+
+    def read_nested(self, name: str, device: torch.device | None = None) -> None:
+        """None: nothing is nested here."""
 
     def dtype(self, name: str) -> torch.dtype:
         """What a tensor is stored as."""

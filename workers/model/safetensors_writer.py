@@ -18,6 +18,8 @@ _NAMES: Final = {
     torch.bfloat16: "BF16",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.int8: "I8",
 }
 _OFFSET_MAX: Final = 10**15
 _SHAPE: Final = (10**9, 10**9)
@@ -26,14 +28,19 @@ _SHAPE: Final = (10**9, 10**9)
 class SafetensorsWriter:
     """A file that will hold the tensors called ``names``, each written once, in any order.
 
+    Those called ``optional`` may be written too.
     Its header comes first and is known last, so that room is left for it, which spaces fill up.
     Closing without an error completes the file and sees it on the disk.
     """
 
-    def __init__(self, path: Path, names: Iterable[str]) -> None:
+    def __init__(self, path: Path, names: Iterable[str], optional: Iterable[str] = ()) -> None:
         self._missing = set(names)
+        self._optional = set(optional)
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        longest = {name: _entry("BF16", _SHAPE, _OFFSET_MAX, _OFFSET_MAX) for name in self._missing}
+        longest = {
+            name: _entry("BF16", _SHAPE, _OFFSET_MAX, _OFFSET_MAX)
+            for name in self._missing | self._optional
+        }
         self._room = -(-len(json.dumps(self._header | longest).encode()) // 8) * 8
         self._at = 0
         self._file = path.open("xb")
@@ -61,7 +68,7 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append one tensor of up to two dimensions."""
-        self._missing.remove(name)
+        (self._optional if name in self._optional else self._missing).remove(name)
         begin, self._at = self._at, self._at + tensor.nbytes
         shape = tuple(tensor.shape)
         self._header[name] = _entry(_NAMES[tensor.dtype], shape, begin, self._at)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer.kernels.nested import NestedWeight
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.quantized import QuantizedTensor
 
@@ -51,6 +52,13 @@ class WeightSource(Protocol):
         self, name: str, device: torch.device | None = None
     ) -> QuantizedTensor | None:
         """One 4-bit weight as it is packed, on ``device`` (None: the CPU); None for all others."""
+        ...
+
+    def read_nested(self, name: str, device: torch.device | None = None) -> NestedWeight | None:
+        """One nested weight, on ``device`` (None: the CPU); None for all others.
+
+        ``read`` gives its FP16 values.
+        """
         ...
 
     def stored(self, name: str) -> tuple[memoryview, ...]:
@@ -99,6 +107,13 @@ class CountedWeights:
             self._count(name)
         return weight
 
+    def read_nested(self, name: str, device: torch.device | None = None) -> NestedWeight | None:
+        """One nested weight; it counts the first time, and only if it is one."""
+        weight = self._source.read_nested(name, device)
+        if weight is not None:
+            self._count(name)
+        return weight
+
     def stored(self, name: str) -> tuple[memoryview, ...]:
         """The stored bytes of one tensor."""
         return self._source.stored(name)
@@ -123,12 +138,16 @@ class LoadedModel:
     """A checkpoint that was opened and checked: every tensor is there with the right shape.
 
     ``fingerprint`` identifies config and weights: KV computed by one model is only ever read by a
-    model of the same fingerprint.
+    model of the same fingerprint. Of a ``nested`` model ``weights.read_nested`` gives the linear
+    layers and the head, or all but a few; ``layer_order`` names its decoder layers, those first
+    that suffer least from FP8 (empty: nobody measured it).
     """
 
     config: ModelConfig
     weights: WeightSource
     fingerprint: str
+    nested: bool = False
+    layer_order: tuple[int, ...] = ()
 
 
 def row_lookup(matrix: Tensor) -> RowLookup:
