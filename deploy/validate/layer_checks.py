@@ -6,16 +6,18 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from deepinfer.deploy.validate import linear_cases, pointwise_cases
+from deepinfer.deploy.validate import linear_cases, nested_cases, pointwise_cases
 from deepinfer.deploy.validate.accuracy import Accuracy
 from deepinfer.deploy.validate.checks import Check
 from deepinfer.deploy.validate.linear_cases import Kind
 from deepinfer.deploy.validate.scope import Scope
 from deepinfer.kernels import linear, pointwise
-from deepinfer.kernels.linear import W4Weight, Weight
+from deepinfer.kernels.linear import NestedWeight, W4Weight, Weight
 
 _ROWS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 33, 40, 64)
 _SOME_ROWS: Final = (1, 9, 17)
+_NESTED_ROWS: Final = (1, 2, 3, 5, 8, 9, 16)
+_SOME_NESTED_ROWS: Final = (1, 9)
 _HEAD_ROWS_MAX: Final = 65536
 """Rows of the LM head that are checked: float64 copies of all of it would not fit small cards."""
 _KINDS: Final[tuple[Kind, ...]] = ("outliers", "tiny", "saturating")
@@ -33,16 +35,20 @@ _W4_ODD: Final = (
 
 
 def linear_checks(scope: Scope) -> Iterator[Check]:
-    """The four linears with FP16 and 4-bit weights, and what unpacks the latter."""
+    """The four linears with FP16, 4-bit and nested weights, and what unpacks the latter two."""
     for rows, columns, bias in _F16_ODD:
         if scope.fits(rows * columns):
             yield from _linears(scope, "f16", _f16(scope, rows, columns, bias))
     for rows, columns, group, zeros, bias in _W4_ODD:
         if scope.fits(rows * columns):
             yield from _linears(scope, "w4", _w4(scope, rows, columns, group, zeros, bias))
+    for rows, columns, bias in _F16_ODD:
+        if scope.fits(rows * columns):
+            yield from _nested(scope, rows, columns, bias)
     for name, rows, columns in scope.linears:
         rows = min(rows, _HEAD_ROWS_MAX)
         yield from _linears(scope, "f16", _f16(scope, rows, columns, name == "qkv"), name)
+        yield from _nested(scope, rows, columns, name == "qkv", name)
         if name != "head":
             group = next(each for each in (128, 64, 32) if columns % each == 0)
             weight = _w4(scope, rows, columns, group, True, name == "qkv")
@@ -90,6 +96,43 @@ def _linears(scope: Scope, form: str, source: Source, name: str = "") -> Iterato
         yield check("expanded", expand)
 
 
+def _nested(scope: Scope, rows: int, columns: int, bias: bool, name: str = "") -> Iterator[Check]:
+    """Both modes of nested weights; FP16 mode beside plain weights of the same values."""
+    label = f"{name} {rows}x{columns}{' bias' if bias else ''}".strip()
+    specs = tuple(s for s in linear.specs() if "_nested" in s.source or "_f16" in s.source)
+
+    @functools.cache
+    def make() -> NestedWeight:
+        return nested_cases.nested_weight(rows, columns, bias=bias, device=scope.device)
+
+    def epilogues(m: int, kind: Kind, fp8: bool) -> Iterator[Accuracy]:
+        return linear_cases.check_epilogues(make(), m, kind=kind, fp8=fp8)
+
+    def batches(fp8: bool) -> Iterator[Accuracy]:
+        return linear_cases.check_batches(make(), fp8=fp8)
+
+    def same_bits(m: int) -> Iterator[Accuracy]:
+        pair = nested_cases.shifted_pair(rows, columns, device=scope.device)
+        return nested_cases.check_same_bits(*pair, m)
+
+    counts = _NESTED_ROWS if scope.thorough else _SOME_NESTED_ROWS
+    for fp8, form in ((False, "nested"), (True, "nested fp8")):
+
+        def check(what: str, run: Callable[[], Iterator[Accuracy]], form: str = form) -> Check:
+            return Check("linear", form, f"{label}: {what}", run, specs)
+
+        for m in counts:
+            yield check(f"{m} rows", functools.partial(epilogues, m, "normal", fp8))
+        for kind in _KINDS if not name else ():
+            yield check(f"5 rows, {kind}", functools.partial(epilogues, 5, kind, fp8))
+        yield check("any batch, the same bits", functools.partial(batches, fp8))
+        if not fp8:
+            for m in counts:
+                yield check(f"{m} rows, the same bits as FP16", functools.partial(same_bits, m))
+            expand = functools.partial(_by_itself, lambda: nested_cases.check_expand(make()))
+            yield check("expanded, both modes", expand)
+
+
 def _by_itself(run: Callable[[], None]) -> Iterator[Accuracy]:
     """A check whose own rules are stricter than those of accuracy; it raises what is broken."""
     run()
@@ -110,6 +153,13 @@ def pointwise_checks(scope: Scope) -> Iterator[Check]:
             "",
             f"{rows}x{columns}",
             functools.partial(pointwise_cases.check_embed, rows, columns, device=device),
+        )
+    for columns in (64, 1048, *((2048,) if wide else ())):
+        yield check(
+            "embed",
+            "nested",
+            f"{columns} columns",
+            functools.partial(nested_cases.check_embed, columns, device=device),
         )
     for rows, columns in ((1, 64), (3, 1028), (2, 8192), *(((37, 2048),) if wide else ())):
         yield check(

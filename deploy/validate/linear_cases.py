@@ -63,7 +63,9 @@ def inputs(rows: int, columns: int, kind: Kind, device: str) -> Tensor:
     return x.clamp(-65504, 65504).half()
 
 
-def check_epilogues(weight: Weight, rows: int, *, kind: Kind = "normal") -> Iterator[Accuracy]:
+def check_epilogues(
+    weight: Weight, rows: int, *, kind: Kind = "normal", fp8: bool = False
+) -> Iterator[Accuracy]:
     """All four ways to finish a product, each twice: the same bits."""
     device = str(weight.device)
     n, k = weight.rows, weight.columns
@@ -77,28 +79,28 @@ def check_epilogues(weight: Weight, rows: int, *, kind: Kind = "normal") -> Iter
 
     def norm() -> Tensor:
         out = torch.full((rows, n), math.nan, dtype=torch.float16, device=device)
-        linear.linear_norm(out, x, weight, sumsq=sumsq, eps=_EPS, workspace=workspace)
+        linear.linear_norm(out, x, weight, sumsq=sumsq, eps=_EPS, fp8=fp8, workspace=workspace)
         return out
 
-    yield _of_half("norm", norm(), reference_linear.product(x, weight, sumsq, _EPS))
+    yield _of_half("norm", norm(), reference_linear.product(x, weight, sumsq, _EPS, fp8))
     if not torch.equal(norm(), norm()):
         raise Miss("linear_norm: two launches differ")
 
     logits = torch.full((rows, n), math.nan, device=device)
-    linear.linear_logits(logits, x, weight, workspace=workspace)
-    yield accuracy.product("logits", logits, reference_linear.product(x, weight))
+    linear.linear_logits(logits, x, weight, fp8=fp8, workspace=workspace)
+    yield accuracy.product("logits", logits, reference_linear.product(x, weight, fp8=fp8))
 
     if n % 16 == 0:
         out = torch.full((rows, n // 2), math.nan, dtype=torch.float16, device=device)
-        linear.linear_swiglu(out, x, weight, sumsq=sumsq, eps=_EPS, workspace=workspace)
-        yield _of_half("swiglu", out, reference_linear.swiglu(x, weight, sumsq, _EPS))
+        linear.linear_swiglu(out, x, weight, sumsq=sumsq, eps=_EPS, fp8=fp8, workspace=workspace)
+        yield _of_half("swiglu", out, reference_linear.swiglu(x, weight, sumsq, _EPS, fp8))
 
     residual = normal(rows, n, device=device, seed=7) * 3
     gamma = normal(n, device=device, seed=8).half()
-    after, scaled = reference_linear.residual(residual, x, weight, gamma)
+    after, scaled = reference_linear.residual(residual, x, weight, gamma, fp8)
     out = torch.full((rows, n), math.nan, dtype=torch.float16, device=device)
     sums = torch.full((rows, linear.partials(n)), math.nan, device=device)
-    linear.linear_residual(out, residual, sums, x, weight, gamma, workspace=workspace)
+    linear.linear_residual(out, residual, sums, x, weight, gamma, fp8=fp8, workspace=workspace)
     yield accuracy.product("residual", residual, after)
     yield _of_half("scaled residual", out, scaled)
     expected = reference_linear.sums_of_squares(residual)
@@ -108,18 +110,18 @@ def check_epilogues(weight: Weight, rows: int, *, kind: Kind = "normal") -> Iter
         raise Miss("a ticket was not given back")
 
 
-def check_batches(weight: Weight) -> Iterator[Accuracy]:
+def check_batches(weight: Weight, *, fp8: bool = False) -> Iterator[Accuracy]:
     """A row has the same bits alone and in a batch of up to 16."""
     device = str(weight.device)
     x = inputs(16, weight.columns, "normal", device)
     workspace = Workspace.allocate(device)
     whole = torch.full((16, weight.rows), math.nan, device=device)
-    linear.linear_logits(whole, x, weight, workspace=workspace)
-    yield accuracy.product("16 rows", whole, reference_linear.product(x, weight))
+    linear.linear_logits(whole, x, weight, fp8=fp8, workspace=workspace)
+    yield accuracy.product("16 rows", whole, reference_linear.product(x, weight, fp8=fp8))
     for first, count in ((0, 1), (3, 7), (5, 8)):
         part = torch.full((count, weight.rows), math.nan, device=device)
         rows = x[first : first + count].contiguous()
-        linear.linear_logits(part, rows, weight, workspace=workspace)
+        linear.linear_logits(part, rows, weight, fp8=fp8, workspace=workspace)
         if not torch.equal(part, whole[first : first + count]):
             raise Miss(f"{count} rows have other bits than in a batch of 16")
 
