@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -102,6 +106,71 @@ class Follower:
             return False
         self.follow(self.left_bytes)
         return self._hasher.matches(manifest)
+
+
+class LongFollower:
+    """As ``Follower``, of a long payload, in as many threads as call ``some``."""
+
+    __slots__ = ("_ends", "_hashes", "_next", "_runs", "_taking", "_written", "groups", "jobs")
+
+    def __init__(self, runs: list[memoryview], groups: Groups) -> None:
+        self.groups = groups
+        self.jobs: list[Future[None]] = []
+        """Threads that hash behind the writer: whoever submits them."""
+        self._runs = runs
+        self._ends = list(itertools.accumulate(map(len, runs)))
+        self._hashes = [0] * -(-groups.payload_bytes // groups.group_bytes)
+        self._taking = threading.Lock()
+        self._next = 0
+        self._written = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that no thread has taken."""
+        return max(0, self.groups.payload_bytes - self._next * self.groups.group_bytes)
+
+    def written(self, count: int) -> bool:
+        """Hear that so many bytes are there; whether there is a group to be taken."""
+        with self._taking:
+            self._written = max(self._written, count)
+            return self._has_next()
+
+    def some(self) -> None:
+        """Hash groups that are written until none is left to take."""
+        while True:
+            with self._taking:
+                if not self._has_next():
+                    return
+                group = self._next
+                self._next += 1
+            state = xxhash.xxh3_64()
+            for piece in self._pieces(group):
+                state.update(piece)
+            self._hashes[group] = state.intdigest()
+
+    def matches(self, manifest: Manifest) -> bool:
+        """Whether all of it, every thread being through, is what the manifest says."""
+        return (
+            self.groups == (manifest.payload_bytes, manifest.group_bytes)
+            and self._next == len(self._hashes)
+            and tuple(self._hashes) == manifest.group_hashes
+            and payload_hash(manifest) == manifest.payload_hash
+        )
+
+    def _has_next(self) -> bool:
+        end = min((self._next + 1) * self.groups.group_bytes, self.groups.payload_bytes)
+        return self._next < len(self._hashes) and end <= self._written
+
+    def _pieces(self, group: int) -> Iterator[memoryview]:
+        size = self.groups.group_bytes
+        begin, end = group * size, min((group + 1) * size, self.groups.payload_bytes)
+        run = bisect.bisect_right(self._ends, begin)
+        while begin < end:
+            first = self._ends[run] - len(self._runs[run])
+            piece = self._runs[run][begin - first : end - first]
+            yield piece
+            begin += len(piece)
+            run += 1
 
 
 def with_hashes(manifest: Manifest, hashes: Sequence[int]) -> Manifest:

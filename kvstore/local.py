@@ -44,7 +44,7 @@ from deepinfer.kvstore.core.ids import Ticket
 from deepinfer.kvstore.core.manifest import Manifest, ManifestError
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.frames import FrameError, FrameSocket, Rest
-from deepinfer.kvstore.hashing import Follower, Groups
+from deepinfer.kvstore.hashing import Follower, LongFollower
 from deepinfer.kvstore.peers import Peer, Peers, Put
 from deepinfer.kvstore.runtime import VERIFY_INLINE_BYTES, StoreRuntime
 
@@ -280,15 +280,15 @@ class LocalServer:
         if put.follower is None:
             if not group > 0:
                 raise wire.WireError("group_bytes", group, "1 or more")
-            put.follower = self._follow(put.grant, group)
-        done = put.follower.groups.payload_bytes - put.follower.left_bytes
-        if put.follower.groups.group_bytes != group or written > done + put.follower.left_bytes:
-            raise wire.WireError("written", (written, group), f"{put.follower.groups}")
-        put.follower.follow(min(max(0, written - done), VERIFY_INLINE_BYTES))
-
-    def _follow(self, grant: PutGrant, group_bytes: int) -> Follower:
-        runs = list(self._runtime.pool.runs(grant.pages))
-        return Follower(runs, Groups(sum(map(len, runs)), group_bytes))
+            put.follower = self._runtime.follow(put.grant, group)
+        follower = put.follower
+        if follower.groups.group_bytes != group or written > follower.groups.payload_bytes:
+            raise wire.WireError("written", (written, group), f"{follower.groups}")
+        if isinstance(follower, LongFollower):
+            self._runtime.follow_on(follower, written)
+            return
+        done = follower.groups.payload_bytes - follower.left_bytes
+        follower.follow(min(max(0, written - done), VERIFY_INLINE_BYTES))
 
     def _finish_put(
         self, connection: _Connection, call: int, put: PutId, raw: bytes
@@ -301,8 +301,8 @@ class LocalServer:
         except ManifestError as error:
             self._runtime.abort_put(put)
             return self._finished(connection, call, StoreStatus.BAD_PAYLOAD, str(error))
-        follower = found.follower or self._follow(found.grant, manifest.group_bytes)
-        if follower.left_bytes > VERIFY_INLINE_BYTES:
+        follower = found.follower or self._runtime.follow(found.grant, manifest.group_bytes)
+        if isinstance(follower, LongFollower) or follower.left_bytes > VERIFY_INLINE_BYTES:
             verify = partial(self._verify, connection, call, found.grant, manifest, follower)
             self._spawn(connection, verify)
             return None
@@ -315,7 +315,7 @@ class LocalServer:
         call: int,
         grant: PutGrant,
         manifest: Manifest,
-        follower: Follower,
+        follower: Follower | LongFollower,
     ) -> None:
         try:
             good = await self._runtime.verify(manifest, follower)
@@ -333,7 +333,7 @@ class LocalServer:
         call: int,
         grant: PutGrant,
         manifest: Manifest,
-        follower: Follower,
+        follower: Follower | LongFollower,
         good: bool,
     ) -> Rest | None:
         detail = "" if good else "length or hash differs from the manifest's"

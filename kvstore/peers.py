@@ -11,7 +11,7 @@ from collections.abc import Callable
 from deepinfer.kvstore import wire
 from deepinfer.kvstore.core.events import PutGrant, PutId
 from deepinfer.kvstore.core.ids import Incarnation, WorkerId, WorkerRef
-from deepinfer.kvstore.hashing import Follower
+from deepinfer.kvstore.hashing import Follower, LongFollower
 
 _SO_PEERPIDFD = 77  # Linux 6.5; Python's socket module does not name it yet
 _UCRED = struct.Struct("3i")
@@ -23,7 +23,7 @@ class Put:
     grant: PutGrant
 
     def __init__(self) -> None:
-        self.follower: Follower | None = None
+        self.follower: Follower | LongFollower | None = None
         """From the first ``written`` on."""
         self.granted = False
         """Its writer has been told of its pages, or is being told."""

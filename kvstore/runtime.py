@@ -7,11 +7,13 @@ called from the loop.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from deepinfer.kvstore import hashing
+from deepinfer.kvstore.copier import join, submit
 from deepinfer.kvstore.core.config import StoreConfig
 from deepinfer.kvstore.core.events import (
     AbortPut,
@@ -36,7 +38,7 @@ from deepinfer.kvstore.core.events import (
     Tick,
 )
 from deepinfer.kvstore.core.ids import Incarnation, NodeId, StoreId
-from deepinfer.kvstore.core.manifest import Manifest
+from deepinfer.kvstore.core.manifest import GROUPS_MAX, Manifest
 from deepinfer.kvstore.core.messages import (
     Release,
     Reserve,
@@ -48,6 +50,10 @@ from deepinfer.kvstore.core.store import StoreCore
 from deepinfer.kvstore.host_pool import SLAB_BYTES, HostPool
 
 TICK_S = 0.05
+LONG_BYTES = 64 << 20
+"""From here on a payload is hashed in threads while it is written."""
+FOLLOW_THREADS = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+"""For one payload."""
 VERIFY_INLINE_BYTES = 8 << 20
 """Up to here the loop hashes by itself, in a few hundred microseconds at most: as long as a chunk
 over gRPC takes it, and little more than handing it to a thread and back would."""
@@ -86,7 +92,7 @@ class StoreRuntime:
         self._clock_ms = clock_ms
         self._calls = 0
         self._revoke: dict[PutId, Callable[[], None]] = {}
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvstore")
+        self._threads = ThreadPoolExecutor(FOLLOW_THREADS + 1, thread_name_prefix="kvstore")
 
     def close(self) -> None:
         """Unmap everything. The callers see to it that no put or read is under way."""
@@ -194,9 +200,33 @@ class StoreRuntime:
         """Whether every page in use lies in a mapped slab: a put has not to wait for its own."""
         return self.pool.pages_mapped >= self.core.pages_touched
 
-    async def verify(self, manifest: Manifest, follower: hashing.Follower) -> bool:
-        """Whether the put's pages hold what the manifest says; in a thread."""
+    def follow(self, grant: PutGrant, group_bytes: int) -> hashing.Follower | hashing.LongFollower:
+        """What hashes a put's pages behind its writer; a long payload's in threads."""
+        runs = list(self.pool.runs(grant.pages))
+        groups = hashing.Groups(sum(map(len, runs)), group_bytes)
+        size = groups.payload_bytes
+        if size < LONG_BYTES or size > GROUPS_MAX * group_bytes:
+            return hashing.Follower(runs, groups)
+        return hashing.LongFollower(runs, groups)
+
+    def follow_on(self, follower: hashing.LongFollower, written: int) -> None:
+        """Have what is written hashed; returns at once."""
+        if follower.written(written):
+            follower.jobs = [job for job in follower.jobs if not job.done()]
+            if len(follower.jobs) < FOLLOW_THREADS:
+                follower.jobs.append(self._threads.submit(follower.some))
+
+    async def verify(
+        self, manifest: Manifest, follower: hashing.Follower | hashing.LongFollower
+    ) -> bool:
+        """Whether the put's pages hold what the manifest says; in threads."""
         loop = asyncio.get_running_loop()
+        if isinstance(follower, hashing.LongFollower):
+            follower.written(follower.groups.payload_bytes)
+            helpers = submit(self._threads, FOLLOW_THREADS - 1, follower.some)
+            await loop.run_in_executor(
+                self._threads, join, [*follower.jobs, *helpers], follower.some
+            )
         return await loop.run_in_executor(self._threads, follower.matches, manifest)
 
     async def _grow(self) -> None:
