@@ -22,6 +22,7 @@ from deepinfer.kvstore.core.messages import Order
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.settings import GpuSettings
+from deepinfer.workers.model.levels import LEVELS_MAX, WEIGHTS
 from deepinfer.workers.quality_settings import QualitySettings
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class WorkerSettings:
     """All that one worker process is told; picklable.
 
     Raises:
-        ValueError: worker, node or token is empty, or threads is below 1.
+        ValueError: worker, node or token is empty, threads is below 1, unknown weights, or a
+            number of levels that there cannot be.
     """
 
     worker: str
@@ -55,6 +57,10 @@ class WorkerSettings:
     """Compute threads, set explicitly: Ray would leave one."""
     gpu: GpuSettings | None = None
     """None: the CPU computes."""
+    weights: str = "auto"
+    """``nested``: those of a plain checkpoint are nested; a nested one is so either way."""
+    precision_levels: int = 2
+    """Levels of a nested model: FP16, FP8, and those between them."""
     quality: QualitySettings | None = None
     """None: every KV dtype is served, whatever it does to the model."""
     store_path: StorePath = "auto"
@@ -71,6 +77,12 @@ class WorkerSettings:
                 raise ValueError(f"{name} is empty: must not be")
         if self.threads < 1:
             raise ValueError(f"threads = {self.threads}: must be 1 or more")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights = {self.weights!r}: must be {' or '.join(WEIGHTS)}")
+        if not 1 <= self.precision_levels <= LEVELS_MAX:
+            raise ValueError(
+                f"precision_levels = {self.precision_levels}: must be 1 to {LEVELS_MAX}"
+            )
 
 
 class WorkerActor:

@@ -21,6 +21,7 @@ from deepinfer.workers.engine import Engine
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.card import find_card
 from deepinfer.workers.links import GatewayLinks, ReportLink
+from deepinfer.workers.model.costs import measure_costs
 from deepinfer.workers.model.decoder import Decoder, kv_layout
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.runner import ModelRunner
@@ -59,7 +60,8 @@ def open_device(
     config = settings.config
     if settings.gpu is not None:
         find_card()  # what is missing is said before gigabytes are read
-    loaded = load_model(Path(settings.model_path), progress=progress)
+    path = Path(settings.model_path)
+    loaded = load_model(path, progress=progress, weights=settings.weights)
     dtype = resolve_kv_dtype(settings.kv_cache_dtype)
     layout = kv_layout(loaded.config, dtype, config.block_size)
     if config.block_bytes != layout.block_bytes:
@@ -84,11 +86,14 @@ def open_device(
         notes, identity = (*ready.notes, *verdict.notes), _identity(loaded, verdict)
         return Device(engine, ready.pool, ready.blocks, identity, notes, verdict.gauges)
     backend = CpuBackend(threads=settings.threads)
-    decoder = Decoder(model, backend)
+    decoder = Decoder(model, backend, settings.precision_levels)
     if settle is not None:
         verdict = settle(CpuTrial(decoder, backend, config.block_size))
     pool = PagedPool(layout, config.blocks_total, backend.device)
-    engine = Engine(ModelRunner(decoder, pool, backend), failpoints)
+    runner = ModelRunner(decoder, pool, backend)
+    if runner.levels > 1:
+        runner.costs = measure_costs(runner)
+    engine = Engine(runner, failpoints)
     verdict = verdict or Verdict()
     identity = _identity(loaded, verdict)
     return Device(engine, pool, pool.num_blocks, identity, verdict.notes, verdict.gauges)

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+WEIGHTS: Final = ("auto", "nested")
+"""What a checkpoint's weights may be made into: nothing else than they are, or nested ones."""
+
 LEVELS_MAX: Final = 6
 """A set of graphs each: more would cost more memory than they tell apart."""
 

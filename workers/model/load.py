@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
 from deepinfer.workers.model.folder import load_folder
 from deepinfer.workers.model.gguf_loader import load_gguf
+from deepinfer.workers.model.levels import WEIGHTS
 from deepinfer.workers.model.nested import NestedWeights, nest
 from deepinfer.workers.model.weights import (
     CheckpointError,
@@ -20,9 +20,6 @@ from deepinfer.workers.model.weights import (
 )
 
 log = logging.getLogger(__name__)
-
-WEIGHTS: Final = ("auto", "nested")
-"""What a checkpoint's weights may be made into: nothing else than they are, or nested ones."""
 
 
 def load_model(

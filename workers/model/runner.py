@@ -158,6 +158,12 @@ class ModelRunner:
             offset += len(part.token_ids)
         return self._last_logits(slices, residual, level)
 
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block ``a`` to block ``b`` for each pair ``(a, b)``, all at once."""
+        if pairs:
+            sources, targets = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
+            self.pool.storage[targets] = self.pool.storage[sources]
+
     def _residual(self, slices: Sequence[SequenceSlice], level: int) -> Tensor:
         in_fp8 = self._levels.fp8_layers(level)
         if not slices:
