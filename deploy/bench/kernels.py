@@ -151,7 +151,7 @@ def _measure(
     builds = bench.start_builds()
     failures: dict[str, Exception] = {}
     try:
-        with counted(console, len(parts)) as steps, torch.inference_mode():
+        with counted(console, len(parts)) as steps:
             steps.tell("copies within the card")
             rates = copy_rates()
             for part in parts:
@@ -217,6 +217,12 @@ class _Bench:
         def say(what: str) -> None:
             steps.tell(f"{part}: {what}")
 
+        # transformers chooses by itself: its continuous batching changes tensors in place that
+        # must not be inference tensors.
+        with torch.inference_mode(part != "transformers"):
+            return self._measure(part, say, builds)
+
+    def _measure(self, part: str, say: Say, builds: Builds | None) -> dict[str, Any]:
         if part == "decode":
             return self._decode(say, builds)
         if part == "prefill":
