@@ -15,14 +15,14 @@ import torch
 from deepinfer.deploy.bench.kernel_timing import fill_with_numbers, warm_up
 from deepinfer.deploy.bench.random_w4 import random_w4_model
 from deepinfer.deploy.bench.random_weights import random_model
-from deepinfer.kernels.linear import F16Weight
+from deepinfer.kernels.linear import F16Weight, NestedWeight, Weight
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.kvstore.core.requests import SamplingParams
 from deepinfer.workers.gpu.card import Card
 from deepinfer.workers.gpu.opening import OpenedGpu, StepSizes, open_gpu
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.settings import GpuSettings
-from deepinfer.workers.gpu.weights import GpuWeights, layer_weights
+from deepinfer.workers.gpu.weights import GpuWeights, linears
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.model.runner import SequenceSlice
@@ -95,17 +95,22 @@ def time_model(
         torch.cuda.empty_cache()
 
 
-def weight_bytes(weights: GpuWeights) -> int:
-    """What one decode step reads of a model's weights: all linears and the head, once."""
-    total = weights.head.weight.nbytes
-    for layer in weights.layers:
-        for each in layer_weights(layer):
-            if isinstance(each, F16Weight):
-                total += each.weight.nbytes
-            else:
-                total += each.codes.nbytes + each.scales.nbytes
-                total += 0 if each.zeros is None else each.zeros.nbytes
-    return total
+def weight_bytes(weights: GpuWeights, *, fp8: bool = False) -> int:
+    """What one decode step reads of a model's weights: all linears and the head, once.
+
+    With ``fp8`` nothing of nested weights' lower planes.
+    """
+    return sum(_bytes(each, fp8) for each in (*linears(weights), weights.head))
+
+
+def _bytes(weight: Weight, fp8: bool) -> int:
+    if isinstance(weight, F16Weight):
+        return weight.weight.nbytes
+    if isinstance(weight, NestedWeight):
+        skipped = (weight.lower if fp8 else None, weight.bias)
+        return weight.nbytes - sum(tensor.nbytes for tensor in skipped if tensor is not None)
+    zeros = 0 if weight.zeros is None else weight.zeros.nbytes
+    return weight.codes.nbytes + weight.scales.nbytes + zeros
 
 
 def _decode(runner: GpuRunner, batch: int, context: int) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.graphs import StepGraph
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.opening import make_runner
+from deepinfer.workers.gpu.reader import WeightForm
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.shapes import model_specs
-from deepinfer.workers.gpu.weights import load_weights
+from deepinfer.workers.gpu.weights import AS_STORED, load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import kv_layout
+from deepinfer.workers.model.levels import PrecisionLevels
 from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
 from kernels.simt.build import emulator, prebuild
@@ -65,14 +67,16 @@ def cpu_runner(
     rows: int = 64,
     sequences: int = 8,
     ahead: bool = True,
+    form: WeightForm = AS_STORED,
+    levels: int = 1,
 ) -> GpuRunner:
-    """A runner for ``model``, by default ``random_model(config)``.
+    """A runner for ``model``, by default ``random_model(config)``, kept in ``form``.
 
     Up to 4 rows are fused, steps have up to ``rows``.
 
     The pool has ``blocks`` and a spare one for each sequence, if it is to run ``ahead``.
     """
-    weights = load_weights(model or random_model(config), CPU, config.max_positions)
+    weights = load_weights(model or random_model(config), CPU, config.max_positions, form)
     pool = PagedPool(
         kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks + sequences
     )
@@ -88,4 +92,7 @@ def cpu_runner(
         fused_rows=FUSED_ROWS,
         multiprocessors=4,
         spares=range(blocks, blocks + sequences) if ahead else (),
+        levels=PrecisionLevels(config.layers, levels),
+        upper_head=form.upper_head,
+        level_min=levels - 1 if form.upper_only else 0,
     )

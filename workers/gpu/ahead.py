@@ -8,6 +8,9 @@ blocks, position and token. Rows that were not are computed as ever. What nobody
 forgotten: it has written KV behind the last token of its own sequence only, into a block that
 nobody else reads, where the next token's KV goes anyway.
 
+A step ahead is computed at the level of precision that was announced with the step before it. At
+another level it is worth nothing.
+
 A sequence whose next token begins a block that it was not given yet writes to a *spare* block of
 the runner's, which is copied over once the real one is known.
 """
@@ -66,6 +69,8 @@ class Ahead:
     block_size: int
     pool_copies: int
     """Copies into the pool before it was launched: after another one it is worth nothing."""
+    level: int = 0
+    """Of the model's levels of precision."""
 
     def claim(self, slices: Sequence[SequenceSlice]) -> Claim:
         """Find the slices of a plan among the rows."""
@@ -105,13 +110,15 @@ class Lookout:
         self._block_size = block_size
         self._context = context
         self._running: Sequence[SequenceSlice] = ()
+        self.level = 0
+        """What the step that follows is computed at."""
         self._foreseen: tuple[Foreseen, ...] = ()
         self._ahead: Ahead | None = None
         self._poor = self._pause = 0
 
-    def running(self, slices: Sequence[SequenceSlice]) -> None:
+    def running(self, slices: Sequence[SequenceSlice], next_level: int = 0) -> None:
         """A plan was launched, as far as it was not ahead; empty: nothing is to follow it."""
-        self._running = slices
+        self._running, self.level = slices, next_level
 
     def foresee(self, rows: Sequence[SampleRow]) -> tuple[Foreseen, ...]:
         """What follows the plan whose tokens ``rows`` choose; empty: cannot be said, or need not.
@@ -147,12 +154,15 @@ class Lookout:
             tuple(tokens[row.source] for row in self._foreseen),
             self._block_size,
             pool_copies,
+            self.level,
         )
 
-    def claim(self, slices: Sequence[SequenceSlice], pool_copies: int) -> Claim | None:
+    def claim(
+        self, slices: Sequence[SequenceSlice], pool_copies: int, level: int = 0
+    ) -> Claim | None:
         """What of a plan was computed ahead; None: nothing."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.pool_copies != pool_copies:
+        if ahead is None or ahead.pool_copies != pool_copies or ahead.level != level:
             return None
         claim = ahead.claim(slices)
         self._poor = self._poor + 1 if 2 * claim.used < len(ahead.rows) else 0

@@ -6,18 +6,25 @@ from kernel to kernel, so that norms, bias, SwiGLU and residual cost no launch o
 *Wide*: cuBLAS between pointwise kernels; rows with one token read their KV by ``paged_decode``,
 chunks of prompts by ``paged_prefill``, in one step.
 
+Of a nested model each layer is computed in FP16 or in FP8, as a step's *level* says.
+
 Nothing here waits for the card or reads from it, so that all of it can be captured in a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepinfer.kernels.attention import KvView, paged_decode
 from deepinfer.kernels.linear import (
+    F16Weight,
+    NestedWeight,
+    Weight,
     linear_logits,
     linear_norm,
     linear_residual,
@@ -29,7 +36,8 @@ from deepinfer.kernels.prefill import PrefillSpans, paged_prefill
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.inputs import InputViews
 from deepinfer.workers.gpu.products import Products, multiply_into_float32
-from deepinfer.workers.gpu.weights import GpuLayer, GpuWeights, layer_weights
+from deepinfer.workers.gpu.weights import GpuLayer, GpuWeights, linears
+from deepinfer.workers.model.levels import PrecisionLevels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,21 +53,44 @@ class WideStep:
     spans: PrefillSpans | None
 
 
-class GpuDecoder:
-    """A model, its pool's layers and its buffers: everything a step reads and writes."""
+class PieceModes(NamedTuple):
+    """What a piece of a wide step computes in FP8, of the layer before it and of its own."""
 
-    def __init__(self, weights: GpuWeights, views: tuple[KvView, ...], buffers: Buffers) -> None:
+    before: bool
+    own: bool
+
+
+class GpuDecoder:
+    """A model, its pool's layers and its buffers: everything a step reads and writes.
+
+    ``levels`` are those of a nested model; one that is not has one. With ``upper_head`` the last
+    of them reads nothing of the embedding's lower plane either.
+    """
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        views: tuple[KvView, ...],
+        buffers: Buffers,
+        levels: PrecisionLevels | None = None,
+        *,
+        upper_head: bool = False,
+    ) -> None:
         self.weights = weights
+        self.levels = levels or PrecisionLevels(len(weights.layers))
         self.buffers = buffers
         self._views = views
         self._scale = weights.config.head_dim**-0.5
-        self._products = Products(
-            [w for layer in weights.layers for w in layer_weights(layer)], buffers.linear
-        )
+        self._products = Products(list(linears(weights)), buffers.linear)
+        self._fp8 = [self.levels.fp8_layers(level) for level in range(self.levels.count)]
+        self._upper_embedding: NestedWeight | None = None
+        if upper_head and isinstance(weights.embedding, NestedWeight):
+            self._upper_embedding = replace(weights.embedding, lower=None)
 
-    def fused(self, inputs: InputViews, rows: int, partition: int) -> None:
+    def fused(self, inputs: InputViews, rows: int, partition: int, level: int = 0) -> None:
         """Write the step's KV; leave the final residual, ``hidden`` and sums of squares."""
         config, layers = self.weights.config, self.weights.layers
+        fp8 = self._fp8[level]
         b, eps = self.buffers, config.rms_eps
         residual, hidden, sumsq = b.residual[:rows], b.hidden[:rows], b.sumsq[:rows]
         qkv, mixed, gated = b.qkv[:rows], b.mixed[:rows], b.gated[:rows]
@@ -68,11 +99,20 @@ class GpuDecoder:
             hidden,
             sumsq,
             inputs.token_ids,
-            self.weights.embedding,
+            self._embedding(self._is_upper_embedding(level)),
             layers[0].input_norm,
         )
         for index, layer in enumerate(layers):
-            linear_norm(qkv, hidden, layer.qkv, sumsq=sumsq, eps=eps, workspace=b.linear)
+            wanted = fp8[index]
+            linear_norm(
+                qkv,
+                hidden,
+                layer.qkv,
+                sumsq=sumsq,
+                eps=eps,
+                fp8=_mode(layer.qkv, wanted),
+                workspace=b.linear,
+            )
             self._write_kv(index, layer, qkv, inputs)
             self.decode(index, inputs, rows, inputs.block_tables.shape[1], partition)
             linear_residual(
@@ -82,14 +122,32 @@ class GpuDecoder:
                 mixed.view(rows, -1),
                 layer.out,
                 layer.mlp_norm,
+                fp8=_mode(layer.out, wanted),
                 workspace=b.linear,
             )
-            linear_swiglu(gated, hidden, layer.gate_up, sumsq=sumsq, eps=eps, workspace=b.linear)
+            linear_swiglu(
+                gated,
+                hidden,
+                layer.gate_up,
+                sumsq=sumsq,
+                eps=eps,
+                fp8=_mode(layer.gate_up, wanted),
+                workspace=b.linear,
+            )
             last = index + 1 == len(layers)
             gamma = self.weights.norm if last else layers[index + 1].input_norm
-            linear_residual(hidden, residual, sumsq, gated, layer.down, gamma, workspace=b.linear)
+            linear_residual(
+                hidden,
+                residual,
+                sumsq,
+                gated,
+                layer.down,
+                gamma,
+                fp8=_mode(layer.down, wanted),
+                workspace=b.linear,
+            )
 
-    def fused_logits(self, rows: int) -> None:
+    def fused_logits(self, rows: int, level: int = 0) -> None:
         """After ``fused``: logits of every row."""
         b = self.buffers
         linear_logits(
@@ -98,6 +156,7 @@ class GpuDecoder:
             self.weights.head,
             sumsq=b.sumsq[:rows],
             eps=self.weights.config.rms_eps,
+            fp8=_mode(self.weights.head, self.levels.fp8_head(level)),
             workspace=b.linear,
         )
 
@@ -105,6 +164,7 @@ class GpuDecoder:
         self,
         inputs: InputViews,
         step: WideStep,
+        level: int = 0,
         *,
         piece: Callable[[int], None] | None = None,
         decode: Callable[[int], None] | None = None,
@@ -117,7 +177,7 @@ class GpuDecoder:
         layers = len(self.weights.layers)
         for index in range(layers + 1):
             if piece is None:
-                self.piece(index, inputs, step.rows)
+                self.piece(index, inputs, step.rows, self.modes(index, level))
             else:
                 piece(index)
             if index == layers:
@@ -136,29 +196,37 @@ class GpuDecoder:
                     scale=self._scale,
                 )
 
-    def piece(self, index: int, inputs: InputViews, rows: int) -> None:
+    def modes(self, index: int, level: int) -> PieceModes:
+        """Modes of a piece at a level; before the first layer there is the embedding."""
+        fp8 = self._fp8[level]
+        before = fp8[index - 1] if index else self._is_upper_embedding(level)
+        return PieceModes(before, index < len(fp8) and fp8[index])
+
+    def piece(self, index: int, inputs: InputViews, rows: int, modes: PieceModes) -> None:
         """What a wide step does between the attention of layers ``index - 1`` and ``index``.
 
         There is one piece more than there are layers: the first begins with the embedding, the
-        last ends with the final norm. They depend on nothing but the inputs and ``rows``.
+        last ends with the final norm. They depend on nothing but the inputs, ``rows`` and
+        ``modes``.
         """
         layers, eps, b = self.weights.layers, self.weights.config.rms_eps, self.buffers
         residual, hidden = b.residual[:rows], b.hidden[:rows]
         last = index == len(layers)
         gamma = self.weights.norm if last else layers[index].input_norm
         if index == 0:
-            embed(residual, None, None, inputs.token_ids, self.weights.embedding, None)
+            embedding = self._embedding(modes.before)
+            embed(residual, None, None, inputs.token_ids, embedding, None)
             rms_norm(hidden, residual, gamma, eps)
         else:
             before, branch = layers[index - 1], b.branch[:rows]
-            self._products(branch, b.mixed[:rows].view(rows, -1), before.out)
+            self._multiply(branch, b.mixed[:rows].view(rows, -1), before.out, modes.before)
             residual_add_norm(hidden, residual, branch, before.mlp_norm, eps)
-            self._products(b.gate_up[:rows], hidden, before.gate_up)
+            self._multiply(b.gate_up[:rows], hidden, before.gate_up, modes.before)
             swiglu(b.gated[:rows], b.gate_up[:rows])
-            self._products(branch, b.gated[:rows], before.down)
+            self._multiply(branch, b.gated[:rows], before.down, modes.before)
             residual_add_norm(hidden, residual, branch, gamma, eps)
         if not last:
-            self._products(b.qkv[:rows], hidden, layers[index].qkv)
+            self._multiply(b.qkv[:rows], hidden, layers[index].qkv, modes.own)
             self._write_kv(index, layers[index], b.qkv[:rows], inputs)
 
     def decode(
@@ -176,15 +244,28 @@ class GpuDecoder:
             workspace=self.buffers.decode,
         )
 
-    def logits(self, normed: Tensor) -> Tensor:
+    def logits(self, normed: Tensor, level: int = 0) -> Tensor:
         """Logits of rows that went through the final norm: a part of ``buffers.logits``."""
         rows = normed.shape[0]
         out, head = self.buffers.logits[:rows], self.weights.head
-        if rows <= max_rows(head):
-            linear_logits(out, normed, head, workspace=self.buffers.linear)
-        else:
+        fp8, most = _mode(head, self.levels.fp8_head(level)), max_rows(head)
+        if isinstance(head, F16Weight) and rows > most:
             multiply_into_float32(out, normed, head.weight)
+            return out
+        for part, into in zip(torch.split(normed, most), torch.split(out, most), strict=True):
+            linear_logits(into, part, head, fp8=fp8, workspace=self.buffers.linear)
         return out
+
+    def _multiply(self, out: Tensor, x: Tensor, weight: Weight, fp8: bool) -> None:
+        self._products(out, x, weight, fp8=_mode(weight, fp8))
+
+    def _is_upper_embedding(self, level: int) -> bool:
+        return self._upper_embedding is not None and self.levels.fp8_head(level)
+
+    def _embedding(self, upper: bool) -> Tensor | NestedWeight:
+        if upper and self._upper_embedding is not None:
+            return self._upper_embedding
+        return self.weights.embedding
 
     def _write_kv(self, index: int, layer: GpuLayer, qkv: Tensor, inputs: InputViews) -> None:
         weights = self.weights
@@ -207,3 +288,8 @@ class GpuDecoder:
         config = self.weights.config
         width = config.heads * config.head_dim
         return qkv[:, :width].view(-1, config.heads, config.head_dim)
+
+
+def _mode(weight: Weight, wanted: bool) -> bool:
+    """Whether ``weight`` is multiplied in FP8, where that is ``wanted`` or all that there is."""
+    return isinstance(weight, NestedWeight) and (wanted or weight.lower is None)

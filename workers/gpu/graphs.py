@@ -11,7 +11,7 @@ import ctypes
 import functools
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -31,7 +31,7 @@ CONTEXT_BUCKETS: Final = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens of the longest sequence; beyond the last one buckets go on doubling."""
 
 
-K = TypeVar("K")
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,53 +151,63 @@ def recording() -> Iterator[Recorder]:
 
 
 class DecodeGraphs:
-    """Graphs of whole decode steps. ``step(bucket)`` launches what a bucket's graph is to hold."""
+    """Graphs of whole decode steps, for each level of precision a set.
 
-    def __init__(self, recorder: Recorder, step: Callable[[Bucket], None]) -> None:
+    ``step(bucket, level)`` launches what a graph is to hold.
+    """
+
+    def __init__(self, recorder: Recorder, step: Callable[[Bucket, int], None]) -> None:
         self._recorder = recorder
         self._step = step
-        self._graphs: dict[Bucket, StepGraph] = {}
+        self._graphs: dict[tuple[Bucket, int], StepGraph] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def kernels(self, bucket: Bucket) -> int:
+    def kernels(self, bucket: Bucket, level: int = 0) -> int:
         """Kernels a step of ``bucket``."""
-        return self._graphs[bucket].kernels
+        return self._graphs[bucket, level].kernels
 
-    def capture(self, bucket: Bucket) -> None:
+    def capture(self, bucket: Bucket, level: int = 0) -> None:
         """Capture one bucket, over whatever the inputs are."""
-        self._graphs[bucket] = self._recorder.record(lambda: self._step(bucket))
+        step = functools.partial(self._step, bucket, level)
+        self._graphs[bucket, level] = self._recorder.record(step)
 
-    def replay(self, bucket: Bucket) -> None:
+    def replay(self, bucket: Bucket, level: int = 0) -> None:
         """Launch a captured step on the current stream."""
-        self._graphs[bucket].graph.replay()
+        self._graphs[bucket, level].graph.replay()
 
 
 class PieceGraphs(Generic[K]):
     """Graphs of the parts of a wide step that are alike in all of them, for each of some sizes.
 
-    ``step(index, size)`` launches part ``index`` of ``parts``.
+    ``step(index, size)`` launches part ``index`` of ``parts``. Sizes for which ``alike(index,
+    size)`` is the same have one graph of that part between them.
     """
 
-    def __init__(self, recorder: Recorder, parts: int, step: Callable[[int, K], None]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        parts: int,
+        step: Callable[[int, K], None],
+        alike: Callable[[int, K], Hashable] | None = None,
+    ) -> None:
         self._recorder = recorder
         self._parts = parts
         self._step = step
+        self._alike = alike
+        self._known: dict[tuple[int, Hashable], StepGraph] = {}
         self._graphs: dict[K, list[StepGraph]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._graphs.values()))
+        return len(self._known)
 
     def __contains__(self, size: K) -> bool:
         return size in self._graphs
 
     def capture(self, size: K) -> None:
         """Capture all parts of a size, over whatever the inputs are."""
-        self._graphs[size] = [
-            self._recorder.record(functools.partial(self._step, index, size))
-            for index in range(self._parts)
-        ]
+        self._graphs[size] = [self._part(index, size) for index in range(self._parts)]
 
     def kernels(self, size: K) -> int:
         """Kernels of all parts of a size."""
@@ -206,6 +216,12 @@ class PieceGraphs(Generic[K]):
     def replay(self, size: K, index: int) -> None:
         """Launch a captured part on the current stream."""
         self._graphs[size][index].graph.replay()
+
+    def _part(self, index: int, size: K) -> StepGraph:
+        key = (index, size if self._alike is None else self._alike(index, size))
+        if key not in self._known:
+            self._known[key] = self._recorder.record(functools.partial(self._step, index, size))
+        return self._known[key]
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:

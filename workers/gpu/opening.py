@@ -40,6 +40,7 @@ from deepinfer.workers.gpu.shapes import check_kernels, kv_views, model_specs
 from deepinfer.workers.gpu.trial import GpuTrial
 from deepinfer.workers.gpu.weights import GpuWeights, layer_weights, load_weights
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.levels import PrecisionLevels
 from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.quality import Settle, Verdict
@@ -223,16 +224,20 @@ def make_runner(
     fused_rows: int,
     multiprocessors: int,
     spares: Sequence[int] = (),
+    levels: PrecisionLevels | None = None,
+    upper_head: bool = False,
+    level_min: int = 0,
 ) -> GpuRunner:
     """Bind weights, pool and buffers to each other; no graph is captured yet."""
     return GpuRunner(
-        GpuDecoder(weights, kv_views(pool), buffers),
+        GpuDecoder(weights, kv_views(pool), buffers, levels, upper_head=upper_head),
         pool,
         GpuSampler(buffers.logits, buffers.saturations),
         limits,
         fused_rows=fused_rows,
         multiprocessors=multiprocessors,
         spares=spares,
+        level_min=level_min,
     )
 
 

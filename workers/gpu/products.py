@@ -9,53 +9,58 @@ from torch import Tensor
 
 from deepinfer.kernels.linear import (
     F16Weight,
+    NestedWeight,
     W4Weight,
     Weight,
     Workspace,
+    expand_nested,
     expand_w4,
     linear_norm,
     max_rows,
 )
 
 SCRATCH_BYTES: Final = 64 * 2**20
-"""Rows of a 4-bit weight are expanded to float16 into so much memory at a time."""
+"""Rows of a 4-bit or nested weight are expanded to float16 into so much memory at a time."""
 
 
 class Products:
     """``x @ weight.T + bias`` for any number of rows, float16.
 
-    Few rows go through our own kernels, which read a weight once; 4-bit weights of many rows are
-    expanded slice by slice. ``weights`` are all that will be asked for, ``workspace`` is that of
-    the stream on which steps run.
+    Few rows go through our own kernels, which read a weight once; for many, 4-bit and nested
+    weights are expanded slice by slice. ``weights`` are all that will be asked for, ``workspace``
+    is that of the stream on which steps run.
     """
 
     def __init__(self, weights: list[Weight], workspace: Workspace) -> None:
         self._workspace = workspace
         # cuBLAS wants its bias in half, our kernels in float32.
         self._biases = {id(w): w.bias.half() for w in weights if w.bias is not None}
-        columns = max((w.columns for w in weights if isinstance(w, W4Weight)), default=0)
+        columns = max((w.columns for w in weights if not isinstance(w, F16Weight)), default=0)
         rows = SCRATCH_BYTES // (2 * columns) // 8 * 8 if columns else 0
         self._scratch = torch.empty(
             rows * columns, dtype=torch.float16, device=workspace.sums.device
         )
 
-    def __call__(self, out: Tensor, x: Tensor, weight: Weight) -> None:
-        """``out`` half ``[rows, N]``, ``x`` half ``[rows, K]``."""
+    def __call__(self, out: Tensor, x: Tensor, weight: Weight, *, fp8: bool = False) -> None:
+        """``out`` half ``[rows, N]``, ``x`` half ``[rows, K]``; ``fp8`` is for a nested weight."""
         if x.shape[0] <= max_rows(weight):
-            linear_norm(out, x, weight, workspace=self._workspace)
+            linear_norm(out, x, weight, fp8=fp8, workspace=self._workspace)
         elif isinstance(weight, F16Weight):
             self._multiply(out, x, weight.weight, self._biases.get(id(weight)))
         else:
-            self._expand(out, x, weight)
+            self._expand(out, x, weight, fp8)
 
-    def _expand(self, out: Tensor, x: Tensor, weight: W4Weight) -> None:
+    def _expand(self, out: Tensor, x: Tensor, weight: W4Weight | NestedWeight, fp8: bool) -> None:
         bias = self._biases.get(id(weight))
         rows = self._scratch.numel() // weight.columns // 8 * 8
         for first in range(0, weight.rows, rows):
             last = min(first + rows, weight.rows)
             count = last - first
             part = self._scratch[: count * weight.columns].view(count, weight.columns)
-            expand_w4(part, weight, first)
+            if isinstance(weight, NestedWeight):
+                expand_nested(part, weight, first, fp8=fp8)
+            else:
+                expand_w4(part, weight, first)
             self._multiply(out[:, first:last], x, part, None if bias is None else bias[first:last])
 
     def _multiply(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

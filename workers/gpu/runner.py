@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from deepinfer.kernels.pointwise import copy_blocks
 from deepinfer.kernels.prefill import PrefillSpan, plan_for
 from deepinfer.kvstore.core.precision import StepCost
 from deepinfer.workers.gpu.ahead import Claim, Lookout
-from deepinfer.workers.gpu.decoder import GpuDecoder, WideStep
+from deepinfer.workers.gpu.decoder import GpuDecoder, PieceModes, WideStep
 from deepinfer.workers.gpu.graphs import (
     Bucket,
     DecodeGraphs,
@@ -59,6 +59,13 @@ class StepCounters:
     """Those of them that a plan asked for."""
 
 
+class WideSize(NamedTuple):
+    """What the pieces of a wide step are captured for."""
+
+    rows: int
+    level: int
+
+
 class GpuRunner:
     """A decoder bound to a pool on a card; what ``workers.engine.Runner`` asks for.
 
@@ -67,6 +74,8 @@ class GpuRunner:
 
     ``spares`` are blocks of the pool that no one else uses, one for each sequence of a step: with
     them the likely next step is launched while the last one's tokens are on their way (``ahead``).
+
+    Steps are computed at one of ``levels`` of precision: 0 is FP16, the last is FP8.
     """
 
     def __init__(
@@ -79,13 +88,14 @@ class GpuRunner:
         fused_rows: int,
         multiprocessors: int,
         spares: Sequence[int] = (),
+        level_min: int = 0,
     ) -> None:
         self.config = decoder.weights.config
         self.decoder = decoder
         self.pool = pool
         self.backend = sampler
         self.counters = StepCounters()
-        self.levels = 1
+        self.levels = decoder.levels.count
         self.costs: tuple[StepCost, ...] = ()
         self._limits = limits
         self._fused_rows = fused_rows
@@ -97,8 +107,10 @@ class GpuRunner:
             pool.num_blocks,
             pool.device,
         )
+        self.level_min = level_min
+        """No step may be computed below it: the lower planes are not there."""
         self._graphs: DecodeGraphs | None = None
-        self._pieces: PieceGraphs[int] | None = None
+        self._pieces: PieceGraphs[WideSize] | None = None
         self._mixed: PieceGraphs[Bucket] | None = None
         self._lookout = Lookout(spares, pool.layout.block_size, limits.context)
         if spares:
@@ -107,17 +119,20 @@ class GpuRunner:
     @torch.inference_mode()
     def capture(self) -> int:
         """Capture graphs for every bucket that steps may need; returns how many."""
+        levels = range(self.level_min, self.levels)
         with recording() as recorder:
             decode = DecodeGraphs(recorder, self._decode)
             layers = len(self.decoder.weights.layers)
-            pieces = PieceGraphs(recorder, layers + 1, self._piece)
+            pieces = PieceGraphs(recorder, layers + 1, self._piece, self._alike)
             mixed = PieceGraphs(recorder, layers, self._mixed_decode)
             for bucket in buckets(self._limits.sequences, self._limits.context):
                 self._inputs.write((), (), self._shape(bucket))
-                decode.capture(bucket)
+                for level in levels:
+                    decode.capture(bucket, level)
             for rows in wide_buckets(self._limits.rows):
                 self._inputs.write((), (), self._wide_shape(rows))
-                pieces.capture(rows)
+                for level in levels:
+                    pieces.capture(WideSize(rows, level))
             for bucket in mixed_buckets(self._limits.sequences, self._limits.context):
                 mixed.capture(bucket)
         self._graphs, self._pieces, self._mixed = decode, pieces, mixed
@@ -133,34 +148,42 @@ class GpuRunner:
         table = self._lookout.spares[: -(-WARM_UP_TOKENS // block_size)]
         if len(table) * block_size < WARM_UP_TOKENS or self._limits.rows < WARM_UP_TOKENS:
             return
-        self.forward([SequenceSlice([0] * WARM_UP_TOKENS, 0, table, logits=True)])
+        for level in range(self.level_min, self.levels):
+            self.forward([SequenceSlice([0] * WARM_UP_TOKENS, 0, table, logits=True)], level)
         self._lookout.forget()
         gc.collect()
         gc.freeze()
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> Tensor:
-        """Compute ``slices`` in one step.
+    def forward(
+        self, slices: Sequence[SequenceSlice], level: int = 0, next_level: int | None = None
+    ) -> Tensor:
+        """Compute ``slices`` in one step, at ``level`` of precision.
+
+        ``next_level`` announces that of the step that follows, None: the same. A step at another
+        level than was announced is as right, but what was computed ahead of it is thrown away.
 
         Returns float32 ``[slices that want logits, vocab]``, in their order, a part of a buffer.
         Every slice's K and V are in the pool once the card gets there: nothing is waited for.
 
         Raises ValueError naming the slice for: no tokens, a token id outside the vocabulary,
         positions beyond the model's or the block table's reach, a block id outside the pool, and
-        for more rows or slices than ``StepLimits`` names.
+        for more rows or slices than ``StepLimits`` names; for a level that there is not.
         """
         begin = time.perf_counter_ns()
-        check_level(level, self.levels)
+        next_level = level if next_level is None else next_level
+        self._check_level(level)
+        check_level(next_level, self.levels)
         check_slices(slices, self.config, self.pool.layout, self._limits)
         self.backend.forget()
-        claim = self._claim(slices)
+        claim = self._claim(slices, level)
         if claim is None:
-            logits = self._compute(slices)
+            logits = self._compute(slices, level)
         elif claim.complete:
             logits = self._claimed(claim)
         else:
-            logits = self._merge(slices, claim)
-        self._lookout.running(slices)
+            logits = self._merge(slices, claim, level)
+        self._lookout.running(slices, next_level)
         self.counters.steps += 1
         self.counters.prepare_ns += time.perf_counter_ns() - begin
         return logits
@@ -169,7 +192,8 @@ class GpuRunner:
         """Launch the step that follows the last one; what ``sampler.Follower`` asks for."""
         foreseen = self._lookout.foresee(rows)
         rows_bucket = row_bucket(len(foreseen))
-        if not foreseen or rows_bucket is None:
+        level = self._lookout.level
+        if not foreseen or rows_bucket is None or level < self.level_min:
             return False
         longest = max(row.start for row in foreseen) + 1
         bucket = Bucket(rows_bucket, context_bucket(longest, self._limits.context))
@@ -183,7 +207,7 @@ class GpuRunner:
         tokens = inputs.token_ids[:count]
         torch.index_select(ids, 0, inputs.last_rows[:count], out=tokens)
         tokens.clamp_(min=0)  # a row without a token gets some, for the embedding's sake
-        self._run(bucket)
+        self._run(bucket, level)
         self.counters.ahead_rows += count
         return True
 
@@ -191,14 +215,29 @@ class GpuRunner:
         """Learn what the step ahead was computed for; what ``sampler.Follower`` asks for."""
         self._lookout.learn(tokens, self.pool.copies_in)
 
-    def _claim(self, slices: Sequence[SequenceSlice]) -> Claim | None:
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks within the pool, behind the steps launched so far.
+
+        ``pairs`` are (from, to). No block may be both, or be copied to twice.
+        """
+        if pairs:
+            copy_blocks(self.pool.storage, on_card(pairs, torch.int32, self.pool.device))
+
+    def _check_level(self, level: int) -> None:
+        check_level(level, self.levels)
+        if level < self.level_min:
+            raise ValueError(
+                f"precision level {level}: the lower planes are not on the card, only "
+                f"{self.level_min} is left"
+            )
+
+    def _claim(self, slices: Sequence[SequenceSlice], level: int) -> Claim | None:
         """What of a plan was computed ahead; None: nothing."""
-        claim = self._lookout.claim(slices, self.pool.copies_in)
+        claim = self._lookout.claim(slices, self.pool.copies_in, level)
         if claim is None:
             return None
         self.counters.ahead_used += claim.used
-        if claim.copies:
-            copy_blocks(self.pool.storage, on_card(claim.copies, torch.int32, self.pool.device))
+        self.move_blocks(claim.copies)
         return claim
 
     def _claimed(self, claim: Claim) -> Tensor:
@@ -208,13 +247,13 @@ class GpuRunner:
             return self.backend.first(count)
         return self.backend.pick(on_card(claim.places, torch.int64, self.pool.device))
 
-    def _merge(self, slices: Sequence[SequenceSlice], claim: Claim) -> Tensor:
+    def _merge(self, slices: Sequence[SequenceSlice], claim: Claim, level: int) -> Tensor:
         """Logits of a plan of which only a part was computed ahead."""
         hits = [place for place in claim.places if place is not None]
         there = on_card(hits, torch.int64, self.pool.device)
         known = self.decoder.buffers.logits.index_select(0, there)
         pairs = list(zip(slices, claim.places, strict=True))
-        computed = self._compute([part for part, place in pairs if place is None])
+        computed = self._compute([part for part, place in pairs if place is None], level)
         order: list[int] = []
         old, new = 0, len(hits)
         for part, place in pairs:
@@ -227,24 +266,24 @@ class GpuRunner:
         index = on_card(order, torch.int64, self.pool.device)
         return torch.cat((known, computed)).index_select(0, index)
 
-    def _compute(self, slices: Sequence[SequenceSlice]) -> Tensor:
+    def _compute(self, slices: Sequence[SequenceSlice], level: int) -> Tensor:
         """Launch a step of ``slices``; the logits that they want."""
         bucket = self._bucket(slices)
         if bucket is None:
-            inputs, _ = self._wide(slices)
-            return self._picked_logits(slices, inputs)
+            inputs, _ = self._wide(slices, level)
+            return self._picked_logits(slices, inputs, level)
         inputs = self._inputs.write(slices, range(len(slices)), self._shape(bucket))
-        self._run(bucket)
+        self._run(bucket, level)
         return self._step_logits(slices, inputs)
 
-    def _run(self, bucket: Bucket) -> None:
+    def _run(self, bucket: Bucket, level: int) -> None:
         """Launch a decode step whose inputs were written."""
         if self._graphs is None:
-            self._decode(bucket)
+            self._decode(bucket, level)
             return
-        self._graphs.replay(bucket)
+        self._graphs.replay(bucket, level)
         self.counters.replays += 1
-        self.counters.launches += self._graphs.kernels(bucket)
+        self.counters.launches += self._graphs.kernels(bucket, level)
 
     @torch.inference_mode()
     def forward_and_score(
@@ -256,37 +295,42 @@ class GpuRunner:
         logits)`` gets float32 ``[some rows, vocab]`` of slice ``i`` from row ``first`` on, a part
         of a buffer that the next call overwrites.
         """
-        check_level(level, self.levels)
+        self._check_level(level)
         check_slices(slices, self.config, self.pool.layout, self._limits)
         self.backend.forget()
         self._lookout.forget()
-        inputs, firsts = self._wide(slices)
+        inputs, firsts = self._wide(slices, level)
         step = min(LOGIT_ROWS, self.decoder.buffers.logits.shape[0])
         for index, wanted in enumerate(rows):
             for first in range(wanted.start, wanted.stop, step):
                 last = min(first + step, wanted.stop)
                 at = firsts[index]
                 normed = self.decoder.buffers.hidden[at + first : at + last]
-                visit(index, first, self.decoder.logits(normed))
-        return self._picked_logits(slices, inputs)
+                visit(index, first, self.decoder.logits(normed, level))
+        return self._picked_logits(slices, inputs, level)
 
-    def _decode(self, bucket: Bucket) -> None:
+    def _decode(self, bucket: Bucket, level: int) -> None:
         """Launch a decode step of a bucket: what a graph of it holds."""
         inputs = self._inputs.views(self._shape(bucket))
         partition = self._partition(bucket.rows, bucket.context)
         rows, buffers = bucket.rows, self.decoder.buffers
         if rows <= self._fused_rows:
-            self.decoder.fused(inputs, rows, partition)
-            self.decoder.fused_logits(rows)
+            self.decoder.fused(inputs, rows, partition, level)
+            self.decoder.fused_logits(rows, level)
         else:
             columns = self._columns(bucket.context)
-            self.decoder.wide(inputs, WideStep(rows, rows, partition, columns, None))
-            self.decoder.logits(buffers.hidden[:rows])
+            self.decoder.wide(inputs, WideStep(rows, rows, partition, columns, None), level)
+            self.decoder.logits(buffers.hidden[:rows], level)
         self.backend.choose_greedily(rows)
 
-    def _piece(self, index: int, rows: int) -> None:
+    def _piece(self, index: int, size: WideSize) -> None:
         """Launch a piece of a wide step: what a graph of it holds."""
-        self.decoder.piece(index, self._inputs.views(self._wide_shape(rows)), rows)
+        inputs = self._inputs.views(self._wide_shape(size.rows))
+        self.decoder.piece(index, inputs, size.rows, self.decoder.modes(index, size.level))
+
+    def _alike(self, index: int, size: WideSize) -> tuple[int, PieceModes]:
+        """What a piece's launches depend on: most levels share most pieces."""
+        return size.rows, self.decoder.modes(index, size.level)
 
     def _mixed_decode(self, index: int, bucket: Bucket) -> None:
         """Launch attention of a wide step's single tokens: what a graph of it holds."""
@@ -299,7 +343,7 @@ class GpuRunner:
             self._partition(bucket.rows, bucket.context),
         )
 
-    def _wide(self, slices: Sequence[SequenceSlice]) -> tuple[InputViews, list[int]]:
+    def _wide(self, slices: Sequence[SequenceSlice], level: int) -> tuple[InputViews, list[int]]:
         """Launch a step with prompts in it; also returns each slice's first row."""
         counts = [len(part.token_ids) for part in slices]
         order = sorted(range(len(slices)), key=lambda index: counts[index] > 1)
@@ -336,26 +380,29 @@ class GpuRunner:
         partition = self._partition(row_bucket(max(1, decodes)) or decodes, context)
         step = WideStep(shape.rows, decodes, partition, columns, plan)
         if rows is None or self._pieces is None or self._mixed is None:
-            self.decoder.wide(inputs, step)
+            self.decoder.wide(inputs, step, level)
         else:
             bucket = mixed_bucket(decodes, longest, self._limits.sequences, self._limits.context)
             fits = bucket.rows <= rows  # padding rows write zeros where others' results follow
             self.decoder.wide(
                 inputs,
                 step,
-                piece=functools.partial(self._pieces.replay, rows),
+                level,
+                piece=functools.partial(self._pieces.replay, WideSize(rows, level)),
                 decode=functools.partial(self._mixed.replay, bucket) if fits else None,
             )
         return inputs, firsts
 
-    def _picked_logits(self, slices: Sequence[SequenceSlice], inputs: InputViews) -> Tensor:
+    def _picked_logits(
+        self, slices: Sequence[SequenceSlice], inputs: InputViews, level: int
+    ) -> Tensor:
         """After ``_wide``: logits of the last row of each slice that wants them."""
         count = sum(part.logits for part in slices)
         buffers = self.decoder.buffers
         picked = buffers.picked[:count]
         if count:
             torch.index_select(buffers.hidden, 0, inputs.last_rows[:count], out=picked)
-            self.decoder.logits(picked)
+            self.decoder.logits(picked, level)
             self.backend.choose_greedily(count)
         return self.backend.first(count)
 

@@ -8,9 +8,9 @@ from typing import Final
 from deepinfer.kernels import attention, linear, pointwise, prefill, sampling
 from deepinfer.kernels.attention import KvView
 from deepinfer.kernels.compiler import KernelSpec
-from deepinfer.kernels.linear import W4Weight
+from deepinfer.kernels.linear import NestedWeight, W4Weight
 from deepinfer.kvstore.core.layout import KvLayout
-from deepinfer.workers.gpu.weights import GpuWeights, layer_weights
+from deepinfer.workers.gpu.weights import GpuWeights, linears
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.pool import PagedPool
 
@@ -22,6 +22,10 @@ KV_FORMATS: Final = {
     "k16v8": attention.KV_K16V8,
 }
 """What the kernels call the pools' dtypes."""
+
+
+_SPECIAL: Final = {"w4": W4Weight, "nested": NestedWeight}
+"""Kernels with such a name are for such weights alone."""
 
 
 def kv_views(pool: PagedPool) -> tuple[KvView, ...]:
@@ -90,12 +94,13 @@ def model_specs(weights: GpuWeights, layout: KvLayout) -> Iterator[KernelSpec]:
     """Every kernel that a model's steps may launch on its card."""
     config = weights.config
     form, group = KV_FORMATS[layout.dtype.name], config.heads // config.kv_heads
-    device = weights.embedding.device
+    device = weights.cos.device
     yield from attention.device_specs(form, config.head_dim, group, device)
     yield from prefill.device_specs(form, config.head_dim, device)
     yield from pointwise.specs()
     yield from sampling.specs()
-    packed = any(isinstance(w, W4Weight) for each in weights.layers for w in layer_weights(each))
+    kinds = {type(weight) for weight in (*linears(weights), weights.head)}
     for spec in linear.specs():
-        if packed or "w4" not in spec.source:
+        special = {kind for name, kind in _SPECIAL.items() if name in spec.source + spec.name}
+        if special <= kinds:
             yield spec

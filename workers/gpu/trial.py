@@ -40,7 +40,7 @@ class GpuTrial:
     def runner(self, dtype: KvDtype, tokens: int) -> GpuRunner:
         """See ``Trial.runner``."""
         layout = kv_layout(self.weights.config, dtype, self._block_size)
-        device = self.weights.embedding.device
+        device = self.weights.cos.device
         if device.type == "cuda":
             precompile(model_specs(self.weights, layout))
         return self._bind(self.weights, PagedPool(layout, layout.blocks_for(tokens), device))
