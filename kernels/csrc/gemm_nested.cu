@@ -95,7 +95,7 @@ struct NestedStream<NESTED_F8> : NestedRows {
   static constexpr int CHUNKS = 4, STEP = 32 * CHUNKS, STAGE_BYTES = 16 * STEP;
   static constexpr int GROUP_CHUNKS = 0;
   static constexpr bool SHARES = false;
-  static constexpr float UNIT = 1.f, HIGH = 1.f;
+  static constexpr float UNIT = UPPER_UNIT, HIGH = 1.f;
   static constexpr u32 ONE = 0;
   struct Part {
     uint4 row[2][CHUNKS / 2];
@@ -150,8 +150,8 @@ struct NestedStream<NESTED_F8> : NestedRows {
     for (int half = 0; half < 2; ++half) {
       const uint4 piece = part.row[half][chunk / 2];
       const u32 first = chunk % 2 ? piece.z : piece.x, second = chunk % 2 ? piece.w : piece.y;
-      decode_upper(first, a[0][half], a[1][half]);
-      decode_upper(second, a[0][2 + half], a[1][2 + half]);
+      decode_upper_scaled(first, a[0][half], a[1][half]);
+      decode_upper_scaled(second, a[0][2 + half], a[1][2 + half]);
     }
   }
 

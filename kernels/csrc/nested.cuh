@@ -19,6 +19,17 @@ DEV void decode_upper(u32 upper, u32& low, u32& high) {
   high = ((odd >> 1) & 0x3F803F80u) | (odd & 0x80008000u);
 }
 
+// The same times 1 / UPPER_UNIT, by the conversion that newer cards have.
+#if !defined(SIMT_EMULATION) && __CUDA_ARCH__ >= 890
+constexpr float UPPER_UNIT = 1.f / 256;
+DEV void decode_upper_scaled(u32 upper, u32& low, u32& high) {
+  e4m3x4_to_halves(upper, low, high);
+}
+#else
+constexpr float UPPER_UNIT = 1.f;
+DEV void decode_upper_scaled(u32 upper, u32& low, u32& high) { decode_upper(upper, low, high); }
+#endif
+
 // Eight weights of a row, 8-byte aligned, as four pairs of halves; without `lower` if FP8.
 template <int FP8>
 DEV void load_nested(u32 (&pairs)[4], const u8* upper, const u8* lower) {
@@ -58,6 +69,7 @@ struct NestedRows {
   // `x` is a row of X, which another kernel may have written.
   __device__ __forceinline__ float whole(float sum, const Row& row, const __half* x) const {
     float listed = 0.f;
+#pragma unroll 4
     for (i32 i = row.first; i < row.last; ++i) {
       const u16 bits = ld_cg(reinterpret_cast<const u16*>(x) + outlier_columns[i]);
       listed = fmaf(__half2float(outlier_values[i]), __half2float(bits_half(bits)), listed);
