@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer.client import AsyncClient, Delta
+from deepinfer.client import AsyncClient, Delta, Notice
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.rays import RunningRay
@@ -29,6 +29,7 @@ from support.cluster_stories import (
     Ask,
     assert_computed_once,
     assert_right,
+    counting,
     one_after_another,
     prompt,
     story,
@@ -120,21 +121,30 @@ def test_each_node_has_a_store_and_its_workers(two: TwoNodes) -> None:
         assert address.startswith(f"{node}:")
 
 
-def test_a_request_swapped_out_on_one_node_resumes_on_the_other(two: TwoNodes) -> None:
-    """Both pools are full when the third comes. Whoever gives way returns where room comes first:
-    on the other node, whose request began earlier than the third.
+def asks_for_three(seed: int) -> list[Ask]:
+    """To be sent as soon as the one before is placed: the third needs all of a pool, each of the
+    others most of one, and of these whoever stays ends long before the third.
     """
-    asks = [
-        Ask(prompt(1), {**GREEDY, "max_tokens": OUTPUT}),
-        Ask(prompt(2), {**SEEDED, "max_tokens": OUTPUT}),
-        Ask(prompt(3), {**GREEDY, "max_tokens": OUTPUT}),
+    return [
+        Ask(prompt(seed), {**GREEDY, "max_tokens": 80}),
+        Ask(prompt(seed + 1), {**SEEDED, "max_tokens": 80}),
+        Ask(prompt(seed + 2, 2 * BLOCK_SIZE + 12), {**GREEDY, "max_tokens": 50}),
     ]
-    seen, counted = story(two.cluster, asks)
+
+
+def test_a_request_swapped_out_on_one_node_resumes_on_the_other(two: TwoNodes) -> None:
+    """Both workers are busy when the third comes. Whoever gives way returns where room comes first:
+    on the other node, whose request began earlier than the third. Its payload is there by then.
+    """
+    asks = asks_for_three(1)
+    seen, counted = story(two.cluster, asks, "placed")
     assert_right(two.oracle, asks, seen)
     assert sum(one.choice.swaps.swaps for one in seen) == 1
     assert sum(one.choice.swaps.resumes for one in seen) == 1
     assert counted["kv_cpu_offload_blocks_total"] == counted["kv_cpu_reload_blocks_total"] > 0
     assert_computed_once(asks, counted)
+    for name in ("", "_used"):
+        assert counted[f"deepinfer_worker_prefetches{name}_total"] == 1, "it had come ahead"
     workers = asyncio.run(worker_statuses(two.cluster))
     [left] = [n for n, w in workers.items() if w["requests_swapped_total"]]
     [came] = [n for n, w in workers.items() if w["requests_resumed_total"]]
@@ -142,6 +152,55 @@ def test_a_request_swapped_out_on_one_node_resumes_on_the_other(two: TwoNodes) -
     homes = dict(zip(("worker-0", "worker-1"), NODES, strict=True))
     assert _slabs_of(two.cluster.pid(left)) == {f"store-{homes[left]}"}, "not over shared memory"
     assert _slabs_of(two.cluster.pid(came)) == set(), "it was to come over gRPC"
+
+
+def test_a_request_that_is_aborted_while_its_payload_comes_ahead_leaves_nothing(
+    two: TwoNodes,
+) -> None:
+    asks = asks_for_three(11)
+    name = "deepinfer_worker_prefetches_total"
+
+    async def follow(
+        client: AsyncClient, ask: Ask, ready: asyncio.Event, hinted: float
+    ) -> list[int]:
+        """The answer; of the request that is swapped out, what came before it was aborted."""
+        token_ids: list[int] = []
+        async with client.stream(ask.prompt, include_events=True, **ask.sampling) as stream:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    token_ids += event.token_ids
+                elif isinstance(event, Notice) and event.kind == "placed":
+                    ready.set()
+                elif isinstance(event, Notice) and event.kind == "swapped_out":
+                    await _counted(two.cluster, name, hinted)
+                    break  # leaving the stream aborts it
+        return token_ids
+
+    async def tell(client: AsyncClient) -> list[list[int]]:
+        hinted = (await controller_status(two.cluster))["counters"][name] + 1
+        running = []
+        for ask in asks:
+            ready = asyncio.Event()
+            running.append(asyncio.create_task(follow(client, ask, ready, hinted)))
+            await ready.wait()
+        return list(await asyncio.gather(*running))
+
+    answers, counted = counting(two.cluster, tell)
+    right = [list(two.oracle.answer(ask.prompt, **ask.sampling)) for ask in asks]
+    assert [len(a) < len(b) for a, b in zip(answers, right, strict=True)].count(True) == 1
+    assert all(b[: len(a)] == a for a, b in zip(answers, right, strict=True))
+    assert counted[name] == counted["deepinfer_worker_prefetches_wasted_total"] == 1
+    assert counted["requests_swapped_total"] == 1
+    assert counted["requests_resumed_total"] == 0
+
+
+async def _counted(cluster: Cluster, name: str, count: float) -> None:
+    """Return when the controller has heard of so many."""
+    for _ in range(1000):
+        if (await controller_status(cluster))["counters"][name] >= count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{name} is still below {count:g}")
 
 
 def _slabs_of(pid: int) -> set[str]:
