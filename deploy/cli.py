@@ -91,6 +91,35 @@ def up(
             autocompletion=one_of("strict", "warn", "off"),
         ),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="auto or nested: FP16 and FP8 from one copy.",
+            autocompletion=one_of("auto", "nested"),
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp16, fp8, threshold or slo: who decides when nested weights are read in FP8.",
+            autocompletion=one_of("fp16", "fp8", "threshold", "slo"),
+        ),
+    ] = None,
+    precision_threshold_tokens: Annotated[
+        int | None, typer.Option(help="threshold: FP8 in steps of more tokens.")
+    ] = None,
+    ttft_target_ms: Annotated[
+        float | None, typer.Option(help="slo: time to the first token.")
+    ] = None,
+    tpot_target_ms: Annotated[
+        float | None, typer.Option(help="slo: mean time of each token after it.")
+    ] = None,
+    precision_dwell_ms: Annotated[
+        int | None, typer.Option(help="slo: the level stays at least so long.")
+    ] = None,
+    precision_levels: Annotated[
+        int | None, typer.Option(help="Levels of nested weights from FP16 to FP8, 2 to 6.")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     max_cache: Annotated[
         str | None, typer.Option(help='KV pool of a worker: "512MiB", "3 blocks" or auto.')
@@ -360,23 +389,43 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help=MODEL_HELP, show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
     weights: Annotated[
-        str, typer.Option(help="Format of the weights.", autocompletion=one_of("w4a16"))
+        str,
+        typer.Option(
+            help="w4a16 (4 bits) or nested (FP16 whose upper halves are FP8).",
+            autocompletion=one_of("w4a16", "nested"),
+        ),
     ] = "w4a16",
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Weights that share a scale: 32, 64 or 128; default: the most that fits.",
+            help="Of w4a16: weights a scale: 32, 64 or 128; default: the most that fits.",
             autocompletion=one_of("32", "64", "128"),
         ),
     ] = None,
+    row_scaling: Annotated[
+        bool,
+        typer.Option(
+            "--row-scaling/--no-row-scaling",
+            help="Of nested: shift rows with weights above 1.75, or leave their layer in FP16.",
+        ),
+    ] = True,
+    measure_order: Annotated[
+        bool, typer.Option(help="Of nested: find which layers suffer least from FP8; takes long.")
+    ] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads of that.")] = 1,
 ) -> None:
-    """Write a model with 4-bit weights, rounded to nearest, from a 16-bit or GGUF one."""
+    """Write a model with 4-bit or nested weights from a 16-bit or GGUF one."""
     with plain_errors():
-        from deepinfer.deploy.convert import run_convert
+        from deepinfer.deploy.convert import Recipe, run_convert
 
-        for line in run_convert(
-            source=source, target=target, weights=weights, group_size=group_size, console=err
-        ):
+        recipe = Recipe(
+            weights=weights,
+            group_size=group_size,
+            row_scaling=row_scaling,
+            measure_order=measure_order,
+            threads=threads,
+        )
+        for line in run_convert(source=source, target=target, recipe=recipe, console=err):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -109,7 +109,7 @@ def write_w4a16(model: LoadedModel, path: Path, group: int) -> None:
         for name in shapes:
             tensor = model.weights.read(name)
             if name not in linear:
-                writer.write(name, tensor if tensor.ndim == 1 else _in_16_bits(name, tensor))
+                writer.write(name, tensor if tensor.ndim == 1 else in_16_bits(name, tensor))
             else:
                 _check_finite(name, tensor)
                 packed = round_to_nearest(tensor, group)
@@ -129,7 +129,11 @@ def pack_rows(codes: Tensor) -> Tensor:
     return pairs.contiguous().view(torch.int32)
 
 
-def _in_16_bits(name: str, tensor: Tensor) -> Tensor:
+def in_16_bits(name: str, tensor: Tensor) -> Tensor:
+    """``tensor`` in its own dtype, float16 for float32.
+
+    Raises CheckpointError for what float16 cannot hold.
+    """
     if tensor.dtype != torch.float32:
         return tensor
     _check_finite(name, tensor)
