@@ -48,6 +48,14 @@ class ControllerConfig:
     """A worker silent for so long is taken for dead; so is the hope for an unconfirmed order."""
     orphan_grace_ms: int = 5000
     """How long a lost gateway's requests wait for another gateway's claim."""
+    shed: bool = True
+    """Whether workers whose weights are nested may give up their lower planes for KV blocks."""
+    shed_dwell_ms: int = 1000
+    """Planes stay away, or on the card, at least so long; ten copies back if that is longer."""
+    shed_calm_ms: int = 1000
+    """Ordinary blocks must have been enough for so long before the planes return."""
+    shed_exact_wait_ms: int = 60_000
+    """An exact request for which no planes have returned for so long ends with an error."""
     retry_ms: int = 1000
     """Pause after a refused or failed swap-out before its store is asked again."""
     prefetch_bytes_max: int = 256 * 2**20
@@ -79,6 +87,9 @@ class ControllerConfig:
             "startup_grace_ms",
             "suspect_ms",
             "orphan_grace_ms",
+            "shed_dwell_ms",
+            "shed_calm_ms",
+            "shed_exact_wait_ms",
             "retry_ms",
             "prefetch_renew_ms",
         ):

@@ -43,6 +43,7 @@ from deepinfer.kvstore.core.messages import (
     StoreReport,
     WorkerReport,
 )
+from deepinfer.kvstore.core.precision import PrecisionRule
 
 
 class ControllerCore:
@@ -104,9 +105,13 @@ class ControllerCore:
         world = self._world
         disown: tuple[Disown, ...] = ()
         reject: tuple[Reject, ...] = ()
+        precision: PrecisionRule | None = None
         if isinstance(report, WorkerReport):
             peer = Peer(PeerKind.WORKER, report.worker, report.incarnation)
             verdict = residents.worker_report(world, report)
+            planes = world.pools.get(report.worker).planes
+            if planes is not None:
+                precision = PrecisionRule(shed=planes.wanted)
         elif isinstance(report, StoreReport):
             peer = Peer(PeerKind.STORE, report.store, report.incarnation)
             verdict = levels.store_report(world, report)
@@ -129,6 +134,7 @@ class ControllerCore:
                 resync=verdict is Verdict.RESYNC,
                 disown=disown,
                 reject=reject,
+                precision=precision,
             ),
         )
 

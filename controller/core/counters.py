@@ -21,7 +21,13 @@ class Counters:
     requests_refused_late_total: int = 0
     """Placements that the worker had no room for after all."""
     requests_rejected_total: int = 0
-    """Requests that no pool can hold."""
+    """Requests that no pool can hold, and exact ones for which no planes returned."""
+    sheds_wanted_total: int = 0
+    """How often a worker was told to give up its lower planes for KV blocks."""
+    planes_returns_wanted_total: int = 0
+    """How often a worker was told to fetch them back; exact requests count."""
+    exact_expired_total: int = 0
+    """Exact requests that ended because no planes had returned in time."""
     requests_preempted_total: int = 0
     requests_recovered_total: int = 0
     """Requests whose worker or payload was lost."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepinfer.controller.core import prefetch, swaps
+from deepinfer.controller.core import prefetch, shedding, swaps
 from deepinfer.controller.core.pools import Worker, blocks_for
 from deepinfer.controller.core.sequences import Placement, Rank, Sequence
 from deepinfer.controller.core.world import World
@@ -46,9 +46,13 @@ def _place_one(world: World) -> bool:
     for _, sequence, low in world.line.heads(capacities):
         if low >= high:
             continue
-        worker = world.pools.roomiest(low, high)
+        if world.any_planes and shedding.is_exact(sequence):
+            worker = shedding.place_for_exact(world, sequence)
+        else:
+            worker = world.pools.roomiest(low, high)
+            if worker is not None:
+                worker = _preferred(world, sequence, worker)
         if worker is not None:
-            worker = _preferred(world, sequence, worker)
             assert worker.open_posted is not None
             need = world.need_blocks(sequence, worker)
             if need * worker.block_size <= worker.open_posted:
@@ -94,6 +98,8 @@ def _clear_one(world: World) -> bool:
     for place, sequence, low in sorted(heads, key=lambda head: head[0]):
         if place.rank is Rank.WAITING:
             while low < high and (worker := world.pools.clearable(low, high)) is not None:
+                if shedding.waits_for_planes(world, worker, sequence):
+                    break
                 if swaps.make_room(world, worker, sequence):
                     set_aside(world, worker, sequence)
                     return True
@@ -119,7 +125,7 @@ def look_after_earmark(world: World, worker: Worker) -> None:
         worker.earmarks[seq] = need
         if (
             worker.takes_new
-            and worker.capacity_tokens >= sequence.capacity_needed
+            and shedding.may_hold(worker, sequence)
             and worker.uncommitted_blocks(world.reserve_full, but=seq) >= need
         ):
             world.leave_line(sequence)

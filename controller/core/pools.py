@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
 from deepinfer.controller.core.peers import Link
+from deepinfer.controller.core.planes import Planes
 from deepinfer.kvstore.core.ids import NodeId, Seq, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import ResidentLevel, Usage, WorkerReport
 
@@ -26,8 +27,8 @@ class Worker:
     __slots__ = ("alive", "block_bytes", "block_size", "blocks_free", "blocks_short",
                  "blocks_total", "cold", "deaf_until_ms", "draining", "earmarks", "full_blocks",
                  "held", "id", "jobs", "link", "node", "open_posted", "ordered_drain",
-                 "pending", "ref", "residents", "room_posted", "room_tried", "silent", "stalled",
-                 "usage", "watch_ms")  # fmt: skip
+                 "pending", "planes", "ref", "residents", "room_posted", "room_tried", "silent",
+                 "stalled", "usage", "watch_ms")  # fmt: skip
 
     def __init__(self, worker: WorkerId) -> None:
         self.id = worker
@@ -43,6 +44,8 @@ class Worker:
         self.blocks_total = 0
         self.blocks_free = 0
         self.blocks_short = 0
+        self.planes: Planes | None = None
+        """Of nested weights: where the lower planes are, and whether they should be away."""
         self.stalled = False
         self.draining = False
         self.ordered_drain = False
@@ -70,7 +73,17 @@ class Worker:
 
     @property
     def capacity_tokens(self) -> int:
-        return self.blocks_total * self.block_size
+        """What the pool can hold at most, with the blocks that shedding gains."""
+        if self.planes is None:
+            return self.blocks_total * self.block_size
+        level = self.planes.level
+        return (level.ordinary_blocks + level.tail_blocks) * self.block_size
+
+    @property
+    def ordinary_tokens(self) -> int:
+        """What it can hold while the lower planes are on the card."""
+        blocks = self.blocks_total if self.planes is None else self.planes.level.ordinary_blocks
+        return blocks * self.block_size
 
     @property
     def takes_new(self) -> bool:
@@ -130,6 +143,8 @@ class Worker:
         """Forget the life: nothing of it can be counted on."""
         self.alive = False
         self.deaf_until_ms = None
+        if self.planes is not None:
+            self.planes.lose()
         self.blocks_free = self.blocks_short = 0
         self.stalled = False
         self.draining = self.ordered_drain = False

@@ -6,7 +6,7 @@ sends what is missing or due again, and asks to be woken when time alone would c
 
 from __future__ import annotations
 
-from deepinfer.controller.core import placement, prefetch, swaps
+from deepinfer.controller.core import placement, prefetch, shedding, swaps
 from deepinfer.controller.core.sequences import ENDED, RUNNING, Placement, Resend, Sequence
 from deepinfer.controller.core.world import World
 from deepinfer.kvstore.core.ids import Ticket, WorkerRef
@@ -14,6 +14,7 @@ from deepinfer.kvstore.core.messages import (
     Cancel,
     Disown,
     Reject,
+    RejectReason,
     Release,
     ResidentLevel,
     TicketState,
@@ -30,6 +31,7 @@ def settle(world: World, sequence: Sequence) -> None:
         if sequence.state in ENDED:
             world.revive(sequence)
         _advance(world, sequence)
+        shedding.watch_exact(world, sequence)
     elif _over(world, sequence):
         _end(world, sequence)
         _cancel_strays(world, sequence)
@@ -183,7 +185,15 @@ def recover(world: World, sequence: Sequence) -> None:
 def _reject_or_enqueue(world: World, sequence: Sequence) -> None:
     """Line up; or refuse, with both numbers, what no pool could ever hold."""
     largest = world.pools.largest()
-    if largest is None or largest.capacity_tokens >= sequence.capacity_needed:
+    room_tokens = 0 if largest is None else largest.capacity_tokens
+    if largest is not None and world.any_planes and shedding.is_exact(sequence):
+        able = shedding.largest_for_exact(world)
+        if able is None and world.pools_known():
+            shedding.refuse(world, sequence, RejectReason.NO_PLANES)
+            return
+        largest = able or largest
+        room_tokens = largest.ordinary_tokens
+    if largest is None or room_tokens >= sequence.capacity_needed:
         sequence.unfit_since_ms = None
         world.enqueue(sequence)
         return
@@ -199,7 +209,7 @@ def _reject_or_enqueue(world: World, sequence: Sequence) -> None:
         world.wake(sequence, until_ms)
         return
     needed = -(-sequence.capacity_needed // largest.block_size)
-    sequence.rejected = Reject(sequence.seq, needed, largest.blocks_total)
+    sequence.rejected = Reject(sequence.seq, needed, room_tokens // largest.block_size)
     world.counters.requests_rejected_total += 1
     world.dirty[sequence.seq] = None
 

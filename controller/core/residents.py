@@ -5,7 +5,7 @@ Nothing is decided here. Whatever a report changes is marked for ``reconcile`` t
 
 from __future__ import annotations
 
-from deepinfer.controller.core import placement
+from deepinfer.controller.core import placement, shedding
 from deepinfer.controller.core.peers import Verdict
 from deepinfer.controller.core.pools import Worker
 from deepinfer.controller.core.sequences import Sequence
@@ -32,6 +32,7 @@ def worker_report(world: World, report: WorkerReport) -> Verdict:
     worker.link.take(report.incarnation, report.number, world.now_ms)
     usage_before = worker.usage
     worker.learn(report)
+    shedding.learn(world, worker, report)
     for departed in report.departed:
         _depart(world, worker, departed, usage_before)
     if report.complete:
@@ -41,6 +42,7 @@ def worker_report(world: World, report: WorkerReport) -> Verdict:
     for level in report.residents:
         _arrive(world, worker, level)
     world.pools.touch(worker)
+    shedding.review(world, worker)
     if worker.watch_ms is None:
         world.watch(worker, world.now_ms + world.config.suspect_ms)
     if worker.blocks_short or worker.earmarks or worker.draining:
@@ -117,6 +119,7 @@ def _depart(
                 sequence.not_before_ms = world.now_ms + world.config.settle_ms
         case Departure.SWAPPED:
             world.counters.swaps_seen_total += 1
+            shedding.crossed(worker, departed.blocks)
             sequence.swaps += 1
             world.to(sequence, State.SWAPPED)
             world.set_home(sequence, worker.id)
@@ -188,6 +191,7 @@ def lose_worker(world: World, worker: Worker) -> None:
         world.leave_line(sequence)
         world.dirty[seq] = None
     worker.lose()
+    world.shedding.pop(worker.id, None)
     world.pools.touch(worker)
     members = world.members
     if members is not None and worker.id not in members.workers:

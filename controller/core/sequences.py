@@ -122,7 +122,7 @@ class Sequence:
 
     __slots__ = ("bereaved", "cancels", "capacity_min_tokens", "claims", "closed_ms", "earmark",
                  "expected", "expected_store", "expected_until_ms", "hinted", "home", "level",
-                 "not_before_ms", "orphan_since_ms", "owner", "place", "preempt",
+                 "not_before_ms", "orphan_since_ms", "owner", "place", "planes_since_ms", "preempt",
                  "queue_capacity", "queued", "recovering", "rejected", "residents", "run", "seq",
                  "state", "swap", "swaps", "tickets", "tokens_min", "unfit_since_ms",
                  "wake_ms")  # fmt: skip
@@ -171,6 +171,8 @@ class Sequence:
         self.not_before_ms = 0
         self.rejected: Reject | None = None
         self.unfit_since_ms: int | None = None
+        self.planes_since_ms: int | None = None
+        """Exact: since when it waits for lower planes to return to a card."""
         # Index entries.
         self.queued: Place | None = None
         self.queue_capacity: int | None = None

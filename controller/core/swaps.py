@@ -9,6 +9,7 @@ The steps of one swap-out::
 
 from __future__ import annotations
 
+from deepinfer.controller.core import shedding
 from deepinfer.controller.core.pools import Worker, blocks_for
 from deepinfer.controller.core.sequences import Resend, Sequence, SwapJob
 from deepinfer.controller.core.victims import POLICIES, Candidate, choose
@@ -229,7 +230,9 @@ def relieve(world: World, worker: Worker) -> None:
     yields once nobody can take a step; and if then nothing can be swapped, the youngest is
     recomputed later.
     """
-    if not worker.alive or worker.blocks_short <= 0 or (world.reserve_full and not worker.stalled):
+    if not worker.alive or worker.blocks_short <= 0 or shedding.coming(world, worker):
+        return
+    if world.reserve_full and not (worker.stalled or shedding.closing(worker)):
         return
     short = worker.blocks_short - sum(worker.jobs.values())
     if short <= 0 or (worker.stalled and worker.jobs):
@@ -246,7 +249,7 @@ def relieve(world: World, worker: Worker) -> None:
     most = len(everyone) - (len(everyone) == len(worker.residents))
     if len(worker.residents) == 1:
         alone = world.sequences[everyone[0].seq]
-        most = int(alone.capacity_needed > worker.capacity_tokens)  # it has outgrown this pool
+        most = int(alone.capacity_needed > shedding.tokens_now(worker))  # it has outgrown this pool
     if can_swap(world, worker):
         policy = POLICIES[world.config.victims]
         eligible = [c for c in everyone if not c.protected]

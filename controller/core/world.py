@@ -50,6 +50,10 @@ class World:
         self.gateways: dict[GatewayId, Gateway] = {}
         self.line = Line()
         self.line_generation = 0
+        self.any_planes = False
+        """Some worker has lower planes that may be away."""
+        self.shedding: dict[WorkerId, None] = {}
+        """Workers that were told to shed and have not yet."""
         self.counters = Counters()
         self.states: dict[State, int] = dict.fromkeys(State, 0)
         """Sequences in each state."""

@@ -38,6 +38,11 @@ def plan_of(given: list[str]) -> Plan:
                         max_batch_seqs=int(options.get("seqs", "8")),
                         step_ms=int(options.get("step", "5")),
                         copy_ms=int(options.get("copy", "3")),
+                        levels=int(options.get("levels", "1")),
+                        tail_blocks=int(options.get("tail", "0")),
+                        return_ms=int(options.get("return", "0")),
+                        return_fails=float(options.get("fails", "0")),
+                        start_shed="without" in options,
                     )
                 )
             case "store":
@@ -115,7 +120,7 @@ def _client(name: str, number: int, options: dict[str, str]) -> ClientPlan:
         vanish_after_ms=None,
         cut_after_ms=(),
         priority=int(options.get("priority", "0")),
-        exact=False,
+        exact="exact" in options,
     )
 
 

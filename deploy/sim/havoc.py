@@ -17,7 +17,9 @@ from deepinfer.deploy.sim.host import Host
 from deepinfer.deploy.sim.store_host import StoreHost
 from deepinfer.deploy.sim.worker_host import WorkerHost
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StoreId, WorkerId
-from deepinfer.workers.core.events import StartDrain
+from deepinfer.kvstore.core.messages import ReportReply
+from deepinfer.kvstore.core.precision import PrecisionRule
+from deepinfer.workers.core.events import ReportAnswered, StartDrain
 
 if TYPE_CHECKING:
     from deepinfer.deploy.sim.world import World
@@ -259,6 +261,21 @@ class Havoc:
     def _replaced(self, worker: WorkerHost, life: int) -> None:
         if worker.up and worker.life == life:
             self._kill_and_restart(worker)
+
+    def fickle_controller(self) -> None:
+        """A worker's planes shall leave, or return, until the next reply says otherwise.
+
+        Of those whose tail is in use, one if there is any: its blocks have to move.
+        """
+        hosts = [worker for worker in self._world.workers.values() if worker.up]
+        full = [host for host in hosts if host.core.snapshot()["blocks_in_tail"]]
+        if hosts:
+            worker = self._pick(full or hosts)
+            snapshot = worker.core.snapshot()
+            rule = PrecisionRule(shed=snapshot["planes"] == "held")
+            epoch = snapshot["epoch_seen"]
+            reply = ReportReply(epoch=epoch, number=0, resync=False, precision=rule)
+            worker.take(worker.life, worker.drive, (ReportAnswered(reply),))
 
     def make_whole(self) -> None:
         """From here on nothing breaks: start what is down, go on with what is stopped."""

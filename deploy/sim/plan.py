@@ -6,7 +6,7 @@ not always drowned by frequent ones, and its own corner of the configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from deepinfer.deploy.sim.model import EOS, VOCABULARY
@@ -28,6 +28,16 @@ class WorkerPlan:
     step_ms: int
     copy_ms: int
     """Longest time that the copy of one block takes, in either direction."""
+    levels: int = 1
+    """Above 1 its weights are nested."""
+    tail_blocks: int = 0
+    """Blocks that it gains while its lower planes are away."""
+    return_ms: int = 0
+    """Least time of their copy back; twice that is the longest."""
+    return_fails: float = 0.0
+    """Share of copies back that fail, while faults last."""
+    start_shed: bool = False
+    """It never has lower planes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +124,8 @@ class Plan:
     """The longest that a worker, store or gateway may take to come up at first."""
     noisy: bool
     """Whether computing a token twice may give two different tokens."""
+    shed_exact_wait_ms: int = 60_000
+    """How long exact requests wait for lower planes to return."""
     check_always: bool
     """Whether every core's ``check()`` runs after each of its events."""
 
@@ -138,6 +150,7 @@ FAULTS = (
     "abort_client",
     "rot",
     "drain_worker",
+    "fickle_controller",
 )
 
 
@@ -148,6 +161,7 @@ def _share(rng: Random, most: float) -> float:
 def draw(seed: int) -> Plan:
     """Draw the plan of a seed."""
     rng = Random(f"plan {seed}")
+    shedding = Random(f"planes {seed}")
     nodes = ("n0", "n1")
     block_size = rng.choice((2, 2, 3, 4))
     prefixes = [tuple(rng.randrange(VOCABULARY - 1) for _ in range(12)) for _ in range(2)]
@@ -164,7 +178,10 @@ def draw(seed: int) -> Plan:
         )
         for i in range(rng.choice((1, 2, 2, 3)))
     )
-    largest = max(worker.blocks for worker in workers)
+    workers = tuple(_nested(worker, shedding) for worker in workers)
+    largest = max(worker.blocks + worker.tail_blocks for worker in workers)
+    if any(worker.tail_blocks for worker in workers):
+        largest = max(2, largest // shedding.choice((1, 1, 2, 3)))
     stores = tuple(
         StorePlan(
             name=f"s{i}",
@@ -178,8 +195,12 @@ def draw(seed: int) -> Plan:
     clients = tuple(
         _client(rng, i, prefixes, block_size, largest, busy_ms) for i in range(rng.randrange(3, 7))
     )
+    if shedding.random() < 0.5:  # otherwise few of them meet planes that are away
+        clients = tuple(replace(c, exact=shedding.random() < 0.5) for c in clients)
     calm = rng.random() < 0.1
     chosen = tuple((name, 0.2 + rng.random()) for name in FAULTS if rng.random() < 0.4)
+    if any(worker.tail_blocks for worker in workers) and shedding.random() < 0.5:
+        chosen = (*chosen[:1], ("fickle_controller", 1.0))  # else loads seldom last till a return
     return Plan(
         seed=seed,
         block_size=block_size,
@@ -211,7 +232,24 @@ def draw(seed: int) -> Plan:
         tight=rng.random() < 0.25,
         late_start_ms=rng.choice((0, 0, 0, 1500)),
         noisy=rng.random() < 0.5,
+        shed_exact_wait_ms=shedding.choice((1500, 60_000, 60_000, 60_000)),
         check_always=seed % 8 == 0,
+    )
+
+
+def _nested(worker: WorkerPlan, rng: Random) -> WorkerPlan:
+    """Half of the workers have nested weights; of these, most can shed."""
+    chance = rng.random()
+    if chance < 0.5:
+        return worker
+    if chance < 0.6:
+        return replace(worker, levels=rng.choice((2, 3)), start_shed=chance < 0.55)
+    return replace(
+        worker,
+        levels=rng.choice((2, 2, 3)),
+        tail_blocks=rng.choice((1, 2, 4, 8)),
+        return_ms=rng.choice((5, 30, 100, 300)),
+        return_fails=rng.choice((0.0, 0.0, 0.3, 0.9)),
     )
 
 

@@ -10,6 +10,7 @@ from deepinfer.deploy.sim.host import Reporter
 from deepinfer.deploy.sim.model import evidence, kv_of, sample
 from deepinfer.deploy.sim.network import Stream
 from deepinfer.deploy.sim.plan import WorkerPlan
+from deepinfer.deploy.sim.planes import SimPlanes
 from deepinfer.kvstore.core import events as store_events
 from deepinfer.kvstore.core.events import PutId
 from deepinfer.kvstore.core.ids import (
@@ -46,8 +47,10 @@ from deepinfer.workers.core.events import (
     ReportsUp,
     Resolve,
     ResolveReply,
+    RestorePlanes,
     RunStep,
     SendToGateway,
+    ShedPlanes,
     StepDone,
     StepOutput,
     StepPlan,
@@ -70,6 +73,7 @@ class WorkerHost(Reporter):
         "_ahead",
         "_fetches",
         "_links",
+        "_planes",
         "_puts",
         "_revoked",
         "_store_lives",
@@ -102,13 +106,17 @@ class WorkerHost(Reporter):
             CancelPrefetch: self._cancel_prefetch,
             Report: self._report,
             ForgetSeq: self._forget_seq,
+            ShedPlanes: lambda effect: self._planes.shed(effect),
+            RestorePlanes: lambda effect: self._planes.restore(effect),
         }
 
     def start(self) -> None:
         """A new life: an empty pool and a core that knows nothing."""
         super().start()
         self.ref = WorkerRef(WorkerId(self.name), Incarnation(self.life))
-        self.pool = [[0] * self.world.block_size for _ in range(self.plan.blocks)]
+        blocks = self.plan.blocks + self.plan.tail_blocks
+        self.pool = [[0] * self.world.block_size for _ in range(blocks)]
+        self._planes = SimPlanes(self)
         self._links = {}
         self._puts = {}
         self._fetches = {}
@@ -132,8 +140,12 @@ class WorkerHost(Reporter):
         held = ("blocks_held", "blocks_quarantined", "blocks_promised")
         left += [f"{self.name} {name} = {numbers[name]}" for name in held if numbers[name]]
         left += [f"{self.name} keeps {ticket} ahead" for ticket in self._ahead]
-        if not left and numbers["blocks_free"] != self.plan.blocks:
-            left.append(f"{self.name} has {numbers['blocks_free']} of {self.plan.blocks} blocks")
+        if not left and numbers["blocks_free"] != numbers["blocks_total"]:
+            left.append(
+                f"{self.name} has {numbers['blocks_free']} of {numbers['blocks_total']} blocks"
+            )
+        if self.plan.tail_blocks and numbers["planes"] != "held":
+            left.append(f"{self.name}'s planes are {numbers['planes']}")
         return left
 
     # ---- gateways ----
@@ -178,10 +190,25 @@ class WorkerHost(Reporter):
     # ---- steps ----
 
     def _run_step(self, effect: RunStep) -> None:
-        contexts = [self._context(chunk) for chunk in effect.plan.chunks]
-        step_ms = self.plan.step_ms
+        plan, step_ms = effect.plan, self.plan.step_ms
+        self._planes.check_level(plan.level)
         delay = step_ms + self.engine.rng.randrange(step_ms)
-        self.after(delay, self._stepped, effect.plan, contexts)
+        contexts = [self._context(chunk) for chunk in plan.chunks]
+        if plan.moves:
+            self.after(delay // 2, self._move, plan)
+        else:
+            self._check_chunks(plan, contexts)
+        self.after(delay, self._stepped, plan, contexts)
+
+    def _move(self, plan: StepPlan) -> None:
+        """Copy blocks within the pool, some time after the plan was made."""
+        for source, target in plan.moves:
+            self._planes.check_blocks((source, target))
+            self.pool[target] = list(self.pool[source])
+
+    def _check_chunks(self, plan: StepPlan, contexts: list[list[int]]) -> None:
+        for chunk, kv in zip(plan.chunks, contexts, strict=True):
+            self._check_reads(chunk, kv)
 
     def _context(self, chunk: Chunk) -> list[int]:
         """The KV that the chunk must find and leave, by the tokens that the core has for it."""
@@ -195,12 +222,11 @@ class WorkerHost(Reporter):
         if chunk.sample and (end != len(tokens) or prompt_tokens + chunk.index != end):
             raise ViolationError(f"{self}: samples at the wrong place: {chunk}")
         self.world.history.check_sequence(chunk.seq, tokens[:end])
-        kv = kv_of(tokens[:end])
-        self._check_reads(chunk, kv)
-        return kv
+        return kv_of(tokens[:end])
 
     def _stepped(self, plan: StepPlan, contexts: list[list[int]]) -> None:
         size = self.world.block_size
+        self._planes.check_level(plan.level)
         for chunk, kv in zip(plan.chunks, contexts, strict=True):
             self._check_reads(chunk, kv)
             for position in range(chunk.start, len(kv)):
@@ -233,6 +259,7 @@ class WorkerHost(Reporter):
     def _check_reads(self, chunk: Chunk, kv: list[int]) -> None:
         """Every chunk must find the KV of exactly the tokens before it, from begin to end."""
         size = self.world.block_size
+        self._planes.check_blocks(chunk.block_table)
         for start in range(0, chunk.start, size):
             end = min(start + size, chunk.start)
             block = chunk.block_table[start // size]

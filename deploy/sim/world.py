@@ -73,6 +73,9 @@ class World:
             dead_ms=1500,
             orphan_grace_ms=1500,
             retry_ms=300,
+            shed_dwell_ms=100,
+            shed_calm_ms=50,
+            shed_exact_wait_ms=plan.shed_exact_wait_ms,
             prefetch_bytes_max=plan.prefetch_blocks * BLOCK_BYTES,
             prefetch_renew_ms=400,
         )
@@ -98,6 +101,12 @@ class World:
             prefetch_bytes_max=self.plan.prefetch_blocks * BLOCK_BYTES,
             prefetch_keep_ms=1500,
             ended_max=1 if self.plan.tight else 1024,
+            levels=plan.levels,
+            tail_blocks=plan.tail_blocks,
+            return_ms=plan.return_ms,
+            start_shed=plan.start_shed,
+            restore_retry_ms=100,
+            restore_retry_max_ms=800,
         )
 
     def store_config(self, plan: StorePlan) -> StoreConfig:
@@ -148,9 +157,20 @@ class World:
         """How many choices a request has."""
         return self.history.record(request).sampling.n
 
+    @property
+    def fair(self) -> bool:
+        """Whether nothing breaks any more."""
+        return self._seeded_weather.fair
+
     def may_refuse(self, plan: ClientPlan) -> bool:
         """Whether some state of the cluster cannot hold the request, so that it may be refused."""
-        pools = [worker.blocks for worker in self.plan.workers]
+        workers = self.plan.workers
+        if plan.exact:
+            workers = tuple(worker for worker in workers if not worker.start_shed)
+            if not workers or self.plan.shed_exact_wait_ms < FINISH_MS:
+                return True
+        gains = 0 if plan.exact else 1
+        pools = [worker.blocks + gains * worker.tail_blocks for worker in workers]
         least = min(pools) if self.plan.faults else max(pools)
         return -(-(len(plan.prompt_ids) + plan.max_tokens) // self.block_size) > least
 

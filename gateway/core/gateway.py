@@ -51,11 +51,19 @@ from deepinfer.kvstore.core.messages import (
     Disown,
     Notice,
     Reject,
+    RejectReason,
     ReportReply,
     Scores,
     Tokens,
 )
 from deepinfer.kvstore.core.requests import FinishReason
+
+_NO_FP16 = {
+    RejectReason.PLANES_AWAY: "the request is exact, and its KV cannot be computed in FP16: the"
+    " weights' lower planes did not return to any card in time (shed_exact_wait_ms)",
+    RejectReason.NO_PLANES: "the request is exact, and no card has the weights' lower planes, which"
+    " FP16 needs (start_shed)",
+}
 
 
 class GatewayCore:
@@ -302,10 +310,13 @@ class GatewayCore:
         self.counters[by_reason("requests_refused_total", "no_pool")] += 1
         entry = found[0]
         entry.code = Code.RESOURCE_EXHAUSTED
-        entry.message = (
-            f"the request needs {reject.blocks_needed} KV blocks, "
-            f"the largest pool has {reject.blocks_total}"
-        )
+        if reject.why is RejectReason.TOO_LARGE:
+            entry.message = (
+                f"the request needs {reject.blocks_needed} KV blocks, "
+                f"the largest pool has {reject.blocks_total}"
+            )
+        else:
+            entry.message = _NO_FP16[reject.why]
         for choice in entry.choices:
             if choice.finish is None:
                 self._runs.drop(choice)

@@ -207,15 +207,27 @@ class Disown(NamedTuple):
     """The higher claim; a gateway whose own claim is not lower ignores this."""
 
 
-class Reject(NamedTuple):
-    """The controller will never be able to run it; the gateway fails the request with both numbers.
+class RejectReason(Enum):
+    """Why the controller will not run a sequence."""
 
-    ``blocks_total`` is the largest pool's.
+    TOO_LARGE = "too_large"
+    """No pool can ever hold it; the gateway names both numbers."""
+    PLANES_AWAY = "planes_away"
+    """It is exact, and the weights' lower planes did not return to any card in time."""
+    NO_PLANES = "no_planes"
+    """It is exact, and no card ever has the lower planes (``start_shed``)."""
+
+
+class Reject(NamedTuple):
+    """The controller will not run it; the gateway fails the request and says why.
+
+    TOO_LARGE: ``blocks_total`` is the largest pool's. Otherwise the numbers are 0.
     """
 
     seq: Seq
     blocks_needed: int
     blocks_total: int
+    why: RejectReason = RejectReason.TOO_LARGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,8 +519,8 @@ ToClient = Accepted | PromptDelta | Delta | Notice | Finished
 __all__ = [
     "Accepted", "Ack", "Admit", "Attach", "AttachRefused", "Attached", "Cancel", "Delta",
     "Departed", "Departure", "Disown", "Drop", "Finished", "GatewayReport", "Notice", "NoticeKind",
-    "Order", "Preempt", "Prefetch", "PromptDelta", "Reject", "Release", "ReportReply",
-    "RequestLevel", "Reserve", "ResidentLevel", "Scores", "StoreReply", "StoreReport",
-    "StoreStatus", "StreamId", "SwapIn", "SwapOut", "TicketLevel", "TicketState", "ToClient",
-    "ToGateway", "ToWorker", "Tokens", "Usage", "WorkerReport",
+    "Order", "Preempt", "Prefetch", "PromptDelta", "Reject", "RejectReason", "Release",
+    "ReportReply", "RequestLevel", "Reserve", "ResidentLevel", "Scores", "StoreReply",
+    "StoreReport", "StoreStatus", "StreamId", "SwapIn", "SwapOut", "TicketLevel", "TicketState",
+    "ToClient", "ToGateway", "ToWorker", "Tokens", "Usage", "WorkerReport",
 ]  # fmt: skip

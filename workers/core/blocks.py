@@ -300,7 +300,7 @@ class BlockManager:
         assert not held & (free | cached), "a held block can be allocated"
         assert not pinned & (free | cached), "a pinned block can be allocated"
         quarantined = pinned - held
-        tail = {b for b in range(self.ordinary, capacity)}
+        tail = set(range(self.ordinary, capacity))
         assert len(quarantined - tail) == self._quarantined, "quarantine is miscounted"
         assert len(quarantined & tail) == self._quarantined_tail, "the tail's is miscounted"
         total = len(free) + len(cached) + len(held) + len(quarantined)
@@ -312,12 +312,8 @@ class BlockManager:
         assert {d: b for b, d in known.items()} == self._by_digest, "the cache's two maps differ"
         assert cached <= known.keys(), "a cached block holds no known prefix"
         assert not free & known.keys(), "a free block is still in the cache"
-        assert tail.isdisjoint(self._free) and tail.isdisjoint(self._cached), (
-            "a block of the tail is kept with the ordinary ones"
-        )
-        assert tail.issuperset(self._free_tail) and tail.issuperset(self._cached_tail), (
-            "an ordinary block is kept with the tail's"
-        )
+        assert tail.isdisjoint([*self._free, *self._cached]), "a block of the tail is ordinary"
+        assert tail.issuperset([*self._free_tail, *self._cached_tail]), "one is not the tail's"
         assert len(held & tail) == self.tail_held, "the tail's held blocks are miscounted"
         if self.tail is not Tail.OPEN:
             assert not self._cached_tail, "a closed tail is cached"

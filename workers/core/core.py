@@ -173,6 +173,7 @@ class WorkerCore:
             "blocks_promised": roster.promised,
             "blocks_short": self._steps.blocks_short,
             "blocks_gained": blocks.blocks_total - blocks.ordinary,
+            "blocks_in_tail": blocks.tail_held,
             "blocks_capacity": self.config.capacity_blocks,
             "planes": self._shedding.state.value,
             "residents": {state: states.count(state) for state in sorted(set(states))},

@@ -106,7 +106,7 @@ class Roster:
         self.changed = True
 
     def promise(self, resident: Resident, blocks: int) -> None:
-        assert 0 <= blocks <= self.spare, f"{blocks} blocks promised of {self.spare} spare"
+        assert 0 <= blocks <= max(0, self.spare), f"{blocks} blocks promised of {self.spare} spare"
         resident.promised += blocks
         self.promised += blocks
 

@@ -151,6 +151,8 @@ class Shedding:
         roster, blocks = self._roster, self._roster.blocks
         if not blocks.to_move:
             return (), ()
+        if roster.spare < 0:
+            self._trim()
         holders: dict[int, list[Resident]] = {}
         for resident in roster.residents.values():
             for block in resident.blocks:
@@ -171,6 +173,13 @@ class Shedding:
         roster.keep_for_step([block for block, _ in pairs])
         roster.counters.blocks_moved += len(pairs)
         return tuple(pairs), tuple(moved.values())
+
+    def _trim(self) -> None:
+        """Whoever waits for the planes needs no blocks yet but those with KV."""
+        for resident in self._roster.residents.values():
+            if resident.ready and not self.may_step(resident):
+                keep = self._roster.config.blocks_for(resident.computed)
+                self._roster.release(resident, keep)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
