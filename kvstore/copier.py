@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from deepinfer.kvstore.copying import SpreadWriter, chunks, copy
@@ -37,12 +38,15 @@ SHARE_BYTES = 4 << 20
 what it saves."""
 FILL_SHARE_BYTES = 16 << 20
 """From here on a payload that a function writes is hashed in several threads."""
-WRITTEN_BYTES = 3 << 20
-"""A writer tells the store how far it has come after every second step or so: what the store hashes
-then is still in a cache that both share."""
-THREADS = min(4, max(2, len(os.sched_getaffinity(0)) // 4))
-"""That one copy may have. One hashes 8 to 15 GB/s, which is less than a card's bus carries; but
-steps, and the store's own hashing, want processors too."""
+WRITTEN_BYTES = 2 << 20
+"""A writer tells the store how far it has come when it has written so much more, or twice that of a
+payload that is shared: what the store hashes then is still in a cache that both have, and little is
+left for it to do at the end."""
+FILL_THREADS = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+"""That hash one payload on its way in: one does 8 to 15 GB/s, less than a card's bus carries. But
+steps, and the store's own hashing at the same time, want processors too."""
+THREADS = max(2, FILL_THREADS)
+"""That copy one payload out, when the store has nothing to do."""
 
 
 class _Part(NamedTuple):
@@ -91,12 +95,15 @@ class CopyIn:
         self._stop = stop
         self._written = written
         step = step_bytes(draft.payload_bytes, draft.block_bytes)
-        self._groups = max(1, step // draft.group_bytes)
+        self._groups = max(1, round(step / draft.group_bytes))
         self._parts = enumerate(_parts(pages, draft, [], self._groups))
         self._hashes = [0] * len(draft.group_hashes)
         self._taking = threading.Lock()
         self._broken = False
         self._telling = threading.Lock()
+        shared = draft.payload_bytes >= FILL_SHARE_BYTES
+        self._helpers = FILL_THREADS - 1 if shared else 0
+        self._tell_bytes = 2 * WRITTEN_BYTES if shared else WRITTEN_BYTES
         self._ended: set[int] = set()
         self._in_order = self._told = 0
 
@@ -108,10 +115,9 @@ class CopyIn:
         """
         if not callable(self._source):
             return self._copy(self._source)
-        helpers = THREADS - 1 if self._draft.payload_bytes >= FILL_SHARE_BYTES else 0
-        ahead = max(1, AHEAD // (helpers + 1))
-        fill = self._source
-        shared(executor, helpers, lambda: self._some(fill, ahead))
+        ahead = max(1, AHEAD // (self._helpers + 1))
+        some = partial(self._some, self._source, ahead)
+        join(submit(executor, self._helpers, some), some)
         return with_hashes(self._draft, self._hashes)
 
     def _copy(self, source: Sequence[memoryview]) -> Manifest:
@@ -176,8 +182,9 @@ class CopyIn:
             self._tell(self._in_order * self._groups * self._draft.group_bytes)
 
     def _tell(self, count: int) -> None:
+        whole = self._draft.payload_bytes
         # Not of the end: it is ``finish_put``'s to say.
-        if count - self._told >= WRITTEN_BYTES and count < self._draft.payload_bytes:
+        if count - self._told >= self._tell_bytes and count < whole:
             self._written(count)
             self._told = count
 
@@ -260,11 +267,6 @@ class CopyOut:
 def submit(executor: Executor, helpers: int, some: Callable[[], None]) -> list[Future[None]]:
     """Have ``some`` run in as many of the executor's threads."""
     return [executor.submit(some) for _ in range(helpers)]
-
-
-def shared(executor: Executor, helpers: int, some: Callable[[], None]) -> None:
-    """Run ``some`` here, and with luck in ``helpers`` threads; return when it runs nowhere."""
-    join(submit(executor, helpers, some), some)
 
 
 def join(others: Sequence[Future[None]], some: Callable[[], None]) -> None:

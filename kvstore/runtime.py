@@ -7,13 +7,12 @@ called from the loop.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from deepinfer.kvstore import hashing
-from deepinfer.kvstore.copier import join, submit
+from deepinfer.kvstore import hashing, transfers
+from deepinfer.kvstore.copier import FILL_THREADS, join, submit
 from deepinfer.kvstore.core.config import StoreConfig
 from deepinfer.kvstore.core.events import (
     AbortPut,
@@ -50,10 +49,11 @@ from deepinfer.kvstore.core.store import StoreCore
 from deepinfer.kvstore.host_pool import SLAB_BYTES, HostPool
 
 TICK_S = 0.05
-LONG_BYTES = 64 << 20
-"""From here on a payload is hashed in threads while it is written."""
-FOLLOW_THREADS = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
-"""For one payload."""
+FOLLOW_THREADS = FILL_THREADS
+"""For one payload: as many as its writer has."""
+LONG_BYTES = transfers.LONG_BYTES if FOLLOW_THREADS == 1 else 64 << 20
+"""From here on a payload is hashed in threads while it is written; one thread is no faster than the
+loop, but steps of long payloads are longer than the loop could be kept from its other work."""
 VERIFY_INLINE_BYTES = 8 << 20
 """Up to here the loop hashes by itself, in a few hundred microseconds at most: as long as a chunk
 over gRPC takes it, and little more than handing it to a thread and back would."""

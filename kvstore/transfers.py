@@ -41,8 +41,8 @@ C library writes around the processor's cache, which halves what a long copy tak
 LONG_STEP_BYTES = 16 << 20
 """So long a step of a long payload may be, if whoever is asked for it copies beside the caller: a
 card copies blocks together within a step only."""
-STEPS = 64
-"""A payload has at least so many steps before they become longer."""
+LONG_BYTES = 256 << 20
+"""From here on a payload is long: what a processor has just copied of it is in no cache anyway."""
 _T = TypeVar("_T")
 
 
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 def step_bytes(payload_bytes: int, block_bytes: int) -> int:
     """Bytes that a ``Fill`` or a ``Take`` is asked for at once: whole blocks."""
-    step = min(max(STEP_BYTES, payload_bytes // STEPS), LONG_STEP_BYTES)
+    step = STEP_BYTES if payload_bytes < LONG_BYTES else LONG_STEP_BYTES
     return max(1, step // block_bytes) * block_bytes
 
 

@@ -34,7 +34,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         (copier, "SHARE_BYTES", BLOCK),
         (copier, "FILL_SHARE_BYTES", BLOCK),
         (copier, "WRITTEN_BYTES", BLOCK),
-        (copier, "THREADS", count),
+        (copier, "FILL_THREADS", count),
         (link, "THREADS", count),
         (runtime, "LONG_BYTES", BLOCK),
         (runtime, "FOLLOW_THREADS", count),
