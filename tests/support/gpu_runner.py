@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,11 @@ from deepinfer.kernels.attention import DecodeWorkspace
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.workers.gpu import decoder, runner
 from deepinfer.workers.gpu.buffers import Buffers
+from deepinfer.workers.gpu.copying import CardCopies
 from deepinfer.workers.gpu.graphs import StepGraph
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.opening import make_runner
+from deepinfer.workers.gpu.planes import GpuPlanes, ShelvedPlanes
 from deepinfer.workers.gpu.reader import WeightForm
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.shapes import model_specs
@@ -29,6 +32,7 @@ from deepinfer.workers.model.levels import PrecisionLevels
 from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
 from kernels.simt.build import emulator, prebuild
+from support.copy_device import LazyDevice
 
 
 class ReplayRecorder:
@@ -38,6 +42,15 @@ class ReplayRecorder:
         step()
         graph: Any = SimpleNamespace(replay=step)
         return StepGraph(graph, kernels=1)
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Where a runner's lower planes go: what copies them, and then what sheds them."""
+
+    device: LazyDevice
+    head: bool = False
+    planes: GpuPlanes | None = None
 
 
 CPU = torch.device("cpu")
@@ -69,22 +82,30 @@ def cpu_runner(
     ahead: bool = True,
     form: WeightForm = AS_STORED,
     levels: int = 1,
+    shelf: Shelf | None = None,
 ) -> GpuRunner:
     """A runner for ``model``, by default ``random_model(config)``, kept in ``form``.
 
     Up to 4 rows are fused, steps have up to ``rows``.
 
-    The pool has ``blocks`` and a spare one for each sequence, if it is to run ``ahead``.
+    The pool has ``blocks`` and a spare one for each sequence, if it is to run ``ahead``. With a
+    ``shelf`` the lower planes of a nested model lie in blocks between them.
     """
     weights = load_weights(model or random_model(config), CPU, config.max_positions, form)
-    pool = PagedPool(
-        kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE), blocks + sequences
-    )
+    layout = kv_layout(config, resolve_kv_dtype(kv_cache_dtype), BLOCK_SIZE)
+    first, shelved, copies = blocks, None, None
+    if shelf is not None:
+        copies = CardCopies(shelf.device)
+        shelved = ShelvedPlanes(weights, layout, head=shelf.head, pin=copies.register)
+        blocks += shelved.blocks
+    pool = PagedPool(layout, blocks + sequences, copies=copies)
+    if shelved is not None:
+        weights = shelved.placed(shelved.taken_from(weights), pool.storage[first:blocks])
     prebuild(model_specs(weights, pool.layout))
     workspace = DecodeWorkspace.allocate(sequences, config.heads, config.head_dim, 8, CPU)
     buffers = Buffers.allocate(config, rows, FUSED_ROWS, sequences, workspace, CPU)
     limits = StepLimits(rows=rows, sequences=sequences, context=config.max_positions)
-    return make_runner(
+    runner = make_runner(
         weights,
         pool,
         buffers,
@@ -93,6 +114,9 @@ def cpu_runner(
         multiprocessors=4,
         spares=range(blocks, blocks + sequences) if ahead else (),
         levels=PrecisionLevels(config.layers, levels),
-        upper_head=form.upper_head,
+        upper_head=form.upper_head or (shelf is not None and shelf.head),
         level_min=levels - 1 if form.upper_only else 0,
     )
+    if shelf is not None and shelved is not None and copies is not None:
+        shelf.planes = GpuPlanes(shelved, pool, first, runner, copies.settle)
+    return runner

@@ -106,7 +106,7 @@ class Lookout:
     """
 
     def __init__(self, spares: Sequence[int], block_size: int, context: int) -> None:
-        self.spares = tuple(spares)
+        self._spares = tuple(spares)
         self._block_size = block_size
         self._context = context
         self._running: Sequence[SequenceSlice] = ()
@@ -130,10 +130,10 @@ class Lookout:
         if self._pause:
             self._pause -= 1
             return ()
-        if not self.spares or len(rows) != len(slices) or not all(s.logits for s in slices):
+        if not self._spares or len(rows) != len(slices) or not all(s.logits for s in slices):
             return ()
         found: list[Foreseen] = []
-        left = iter(self.spares)
+        left = iter(self._spares)
         for source, (part, row) in enumerate(zip(slices, rows, strict=True)):
             start = part.start + len(part.token_ids)
             if row.index + 1 >= row.params.max_tokens or start >= self._context:

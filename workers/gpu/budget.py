@@ -17,8 +17,8 @@ and on a card that workers share somebody else's may be most of it."""
 GRAPH_BYTES: Final = 2 * MIB
 """Set aside for each graph of a decode step before it is captured; 1.3 MiB were seen."""
 
-PIECES_BYTES: Final = 12 * MIB
-"""The same for all parts of wide steps of one bucket of rows; 9 MiB were seen."""
+PIECE_BYTES: Final = MIB // 3
+"""The same for each piece of a wide step of one bucket of rows; 9 MiB were seen for 37."""
 
 SLACK_BYTES: Final = 256 * MIB
 """Set aside for cuBLAS's workspaces, the allocator's rounding and modules loaded later."""
@@ -36,9 +36,15 @@ class MemoryBudget:
     others: int = 0
     """What they held, if the card is shared: then ``utilization`` counts this worker alone."""
     weights: int
+    """All but lower planes."""
+    lower: int = 0
+    """Lower planes of a nested model: blocks for KV where they may leave."""
     scratch: int
     """Activations, attention's partial results, workspaces."""
     graphs: int
+    """Of decode steps, at all levels of precision."""
+    pieces: int = 0
+    """Graphs of steps with prompts."""
     swaps: int = 0
     """Buffers that swaps are gathered in."""
     kv: int = 0
@@ -46,7 +52,8 @@ class MemoryBudget:
     @property
     def used(self) -> int:
         """All of it."""
-        return self.context + self.weights + self.scratch + self.graphs + self.swaps + self.kv
+        weights, graphs = self.weights + self.lower, self.graphs + self.pieces
+        return self.context + weights + self.scratch + graphs + self.swaps + self.kv
 
     @property
     def left(self) -> int:
@@ -63,8 +70,10 @@ class MemoryBudget:
             ("CUDA context", self.context),
             ("other processes", self.others),
             ("weights", self.weights),
+            *([("lower planes", self.lower)] if self.lower else []),
             ("scratch", self.scratch),
-            ("graphs", self.graphs),
+            ("graphs, decode", self.graphs),
+            ("graphs, prompts", self.pieces),
             ("swap buffers", self.swaps),
             ("KV pool", self.kv),
             ("left", self.left),
@@ -108,8 +117,9 @@ def check_fits(budget: MemoryBudget, layout: KvLayout, blocks: int) -> None:
 
 
 def _shares(budget: MemoryBudget) -> str:
+    weights, graphs = budget.weights + budget.lower, budget.graphs + budget.pieces
     return (
-        f"context and others take {budget.context / MIB:,.0f}, weights "
-        f"{budget.weights / MIB:,.0f}, scratch {budget.scratch / MIB:,.0f}, graphs "
-        f"{budget.graphs / MIB:,.0f}, swap buffers {budget.swaps / MIB:,.0f}"
+        f"context and others take {budget.context / MIB:,.0f}, weights {weights / MIB:,.0f}, "
+        f"scratch {budget.scratch / MIB:,.0f}, graphs {graphs / MIB:,.0f}, swap buffers "
+        f"{budget.swaps / MIB:,.0f}"
     )

@@ -67,7 +67,7 @@ def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def _can_pin(size: int) -> bool:
-    if size > _available_bytes() // 2:
+    if size > available_bytes() // 2:
         return False
     # CuPy's runtime and not torch's: it clears the error that the next kernel would be blamed for.
     runtime: Any = importlib.import_module("cupy.cuda.runtime")
@@ -83,7 +83,8 @@ def _can_pin(size: int) -> bool:
         memory.close()
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
+    """Host memory that may be had without swapping."""
     with open("/proc/meminfo", encoding="ascii") as file:
         sizes = dict(line.split(":") for line in file)
     return int(sizes["MemAvailable"].split()[0]) * 1024

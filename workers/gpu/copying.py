@@ -162,6 +162,10 @@ class CardCopies:
         """Behind every step launched so far."""
         return self._device.steps_event()
 
+    def settle(self) -> None:
+        """Return when every step launched so far has ended."""
+        self._device.synchronize(self._device.steps_event())
+
     def register(self, address: int, size: int) -> Callable[[], None] | None:
         """Pin host memory so that copies are direct; returns what undoes it.
 
@@ -173,8 +177,8 @@ class CardCopies:
             if not self._refused:
                 self._refused = True
                 log.warning(
-                    "a slab of %.0f MiB of the KV store cannot be pinned (%s): swaps are staged, "
-                    "and slower",
+                    "%.0f MiB of host memory cannot be pinned (%s): copies of it are staged, and "
+                    "slower",
                     size / 2**20,
                     error,
                 )

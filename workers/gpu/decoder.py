@@ -60,6 +60,15 @@ class PieceModes(NamedTuple):
     own: bool
 
 
+def piece_modes(levels: PrecisionLevels, level_min: int = 0) -> set[tuple[int, PieceModes]]:
+    """All that pieces are captured for, from some level up: their places and modes."""
+    found = set()
+    for level in range(level_min, levels.count):
+        fp8 = (levels.fp8_head(level), *levels.fp8_layers(level), False)
+        found |= {(at, PieceModes(*fp8[at : at + 2])) for at in range(len(fp8) - 1)}
+    return found
+
+
 class GpuDecoder:
     """A model, its pool's layers and its buffers: everything a step reads and writes.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -19,26 +20,29 @@ from deepinfer.workers.gpu.budget import (
     CONTEXT_BYTES,
     GRAPH_BYTES,
     MIB,
-    PIECES_BYTES,
+    PIECE_BYTES,
     SLACK_BYTES,
     MemoryBudget,
     blocks_that_fit,
     check_fits,
 )
 from deepinfer.workers.gpu.buffers import Buffers
-from deepinfer.workers.gpu.bus import probe_bus
+from deepinfer.workers.gpu.bus import available_bytes, probe_bus
 from deepinfer.workers.gpu.card import Card, GpuMemoryError
 from deepinfer.workers.gpu.copy_device import CudaCopyDevice
 from deepinfer.workers.gpu.copying import CardCopies
-from deepinfer.workers.gpu.decoder import GpuDecoder
+from deepinfer.workers.gpu.costs import measure_costs
+from deepinfer.workers.gpu.decoder import GpuDecoder, piece_modes
 from deepinfer.workers.gpu.graphs import buckets, row_bucket, wide_buckets
 from deepinfer.workers.gpu.limits import StepLimits
+from deepinfer.workers.gpu.planes import GpuPlanes, ShelvedPlanes, lower_bytes, tail_bytes
+from deepinfer.workers.gpu.reader import WeightForm
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.sampler import GpuSampler
-from deepinfer.workers.gpu.settings import GpuSettings
+from deepinfer.workers.gpu.settings import GpuSettings, NestedSettings
 from deepinfer.workers.gpu.shapes import check_kernels, kv_views, model_specs
 from deepinfer.workers.gpu.trial import GpuTrial
-from deepinfer.workers.gpu.weights import GpuWeights, layer_weights, load_weights
+from deepinfer.workers.gpu.weights import GpuWeights, linears, load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.levels import PrecisionLevels
 from deepinfer.workers.model.weights import LoadedModel
@@ -47,6 +51,9 @@ from deepinfer.workers.quality import Settle, Verdict
 
 log = logging.getLogger(__name__)
 
+HOST_LEFT_BYTES: Final = 1 << 30
+"""Of the host's memory a copy of the lower planes leaves at least so much to everybody else."""
+
 
 class OpenedGpu(NamedTuple):
     """A model on a card, ready to step."""
@@ -54,12 +61,14 @@ class OpenedGpu(NamedTuple):
     runner: GpuRunner
     pool: PagedPool
     blocks: int
-    """Of the pool's, those that sequences may have: the others are the runner's."""
+    """Of the pool's, those that sequences may always have."""
     budget: MemoryBudget
     notes: tuple[str, ...]
     """What there is to say of it, a line each."""
     verdict: Verdict | None = None
     """What ``settle`` decided; None: it was not asked."""
+    planes: GpuPlanes | None = None
+    """Lower planes that may leave; None: there are none, or they stay."""
 
 
 class StepSizes(NamedTuple):
@@ -77,19 +86,36 @@ def open_gpu(
     sizes: StepSizes,
     blocks: int,
     settle: Settle | None = None,
+    nested: NestedSettings | None = None,
 ) -> OpenedGpu:
     """Load a model, allocate its pool and capture its graphs; takes seconds.
 
-    The pool has exactly ``blocks`` blocks, or, with ``settings.fill_card``, at least so many.
-    ``settle`` decides, with the weights on the card, whether and how K of ``layout`` is scaled.
+    The pool has exactly ``blocks`` blocks, or, with ``settings.fill_card``, at least so many; then
+    come those that the lower planes of a nested model are in, and the runner's own. ``settle``
+    decides, with the weights on the card, whether and how K of ``layout`` is scaled. ``nested`` is
+    for a nested model.
 
     Raises:
         KvQualityError: ``settle`` refuses the layout's dtype.
         GpuMemoryError: the card has no room for them; says both numbers.
         CheckpointError: the weights are damaged, or none for half precision.
-        ValueError: the kernels know no such head_dim, block size or number of heads.
+        ValueError: the kernels know no such head_dim, block size or number of heads; planes are to
+            be shed of a model that is not nested.
     """
     check_kernels(model.config, layout)
+    nested = nested or NestedSettings()
+    if not model.nested and (nested.shed or nested.start_shed):
+        raise ValueError(
+            f"{'shed' if nested.shed else 'start_shed'}: the model's weights are not nested: take "
+            "weights = nested, or a checkpoint of deepinfer convert --weights nested"
+        )
+    levels = PrecisionLevels(
+        model.config.layers, nested.levels if model.nested else 1, model.layer_order
+    )
+    sheds_head = nested.shed_head and (nested.shed or nested.start_shed)
+    form = WeightForm(
+        upper_only=nested.start_shed, upper_head=nested.start_shed and nested.shed_head
+    )
     torch.cuda.set_device(card.index)
     # Halves are summed in float32 from end to end, also where cuBLAS splits a sum.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -103,16 +129,18 @@ def open_gpu(
     )
     before = torch.cuda.memory_reserved()
     with torch.inference_mode(), _fitting("weights", budget):
-        weights = load_weights(model, card.device, model.config.max_positions)
+        weights = load_weights(model, card.device, model.config.max_positions, form)
     began = time.monotonic()
     precompile(model_specs(weights, layout))
     compiled_s = time.monotonic() - began
     torch.cuda.empty_cache()
     used = _used() - torch.cuda.memory_reserved()
     context = min(used, CONTEXT_BYTES) if settings.shared else used
+    lower = lower_bytes(weights)
     budget = replace(
         budget,
-        weights=torch.cuda.memory_reserved() - before,
+        weights=torch.cuda.memory_reserved() - before - lower,
+        lower=lower,
         context=context,
         others=used - context,
     )
@@ -120,11 +148,11 @@ def open_gpu(
     before = torch.cuda.memory_reserved()
     sequences = row_bucket(sizes.sequences) or sizes.sequences
     rows = max(sizes.rows, sequences)
-    fused_rows = min(
-        sequences, *(linear.max_rows(w) for each in weights.layers for w in layer_weights(each))
-    )
+    fused_rows = min(sequences, *map(linear.max_rows, linears(weights)))
+    level_min = levels.last if nested.start_shed else 0
     decode = len(list(buckets(sequences, model.config.max_positions)))
-    wide = len(list(wide_buckets(rows)))
+    decode *= levels.count - level_min
+    pieces = len(list(wide_buckets(rows))) * len(piece_modes(levels, level_min))
     with _fitting("scratch", budget):
         buffers = Buffers.allocate(
             model.config,
@@ -143,17 +171,36 @@ def open_gpu(
         - before
         + layout.payload_bytes(sequences)
         + SLACK_BYTES,
-        graphs=decode * GRAPH_BYTES + wide * PIECES_BYTES,
+        graphs=decode * GRAPH_BYTES,
+        pieces=pieces * PIECE_BYTES,
     )
     verdict = None
     if settle is not None:
         with _fitting("measurement of KV quality", budget):
             weights, verdict = _settled(settle, weights, buffers, layout, card, rows, fused_rows)
+    shelved = None
+    remark: tuple[str, ...] = ()
+    if nested.shed:
+        with torch.inference_mode():
+            shelved, remark = _shelve(weights, layout, copies, head=sheds_head)
+    if shelved is not None:
+        weights = shelved.taken_from(weights)
+        gc.collect()
+        torch.cuda.empty_cache()
+        kept = lower_bytes(weights)
+        budget = replace(
+            budget,
+            weights=budget.weights + kept,
+            lower=layout.payload_bytes(shelved.blocks),
+        )
+    tail = 0 if shelved is None else shelved.blocks
     if settings.fill_card:
         blocks = blocks_that_fit(budget, layout, blocks)
     else:
         check_fits(budget, layout, blocks)
-    pool = PagedPool(layout, blocks + sequences, card.device, copies)
+    pool = PagedPool(layout, blocks + tail + sequences, card.device, copies)
+    if shelved is not None:
+        weights = shelved.placed(weights, pool.storage[blocks : blocks + tail])
     runner = make_runner(
         weights,
         pool,
@@ -161,30 +208,81 @@ def open_gpu(
         StepLimits(
             rows=rows,
             sequences=sequences,
-            context=min(model.config.max_positions, blocks * layout.block_size),
+            context=min(model.config.max_positions, (blocks + tail) * layout.block_size),
         ),
         fused_rows=fused_rows,
         multiprocessors=card.multiprocessors,
-        spares=range(blocks, pool.num_blocks),
+        spares=range(blocks + tail, pool.num_blocks),
+        levels=levels,
+        upper_head=sheds_head,
+        level_min=level_min,
     )
-    before = _used()
+    planes = None
+    if shelved is not None:
+        planes = GpuPlanes(shelved, pool, blocks, runner, copies.settle)
+    marks = [_used()]
     began = time.monotonic()
-    captured = runner.capture()
+    captured = runner.capture(lambda _kind: marks.append(_used()))
     runner.warm_up()
     torch.cuda.synchronize()
     captured_s = time.monotonic() - began
-    budget = replace(budget, graphs=_used() - before, kv=layout.payload_bytes(blocks))
+    start, decoding, _ = marks
+    budget = replace(
+        budget,
+        graphs=decoding - start,
+        pieces=_used() - decoding,
+        kv=layout.payload_bytes(blocks),
+    )
+    runner.costs = measure_costs(runner)
     notes = [
         f"{card.name} (SM{card.capability[0]}{card.capability[1]}): {blocks:,} KV blocks of "
         f"{layout.block_size} tokens, {captured} graphs in {captured_s:.1f} s, kernels compiled "
         f"in {compiled_s:.1f} s",
+        *_nested_notes(runner, planes, layout, remark),
         *budget.lines(),
     ]
     if settings.probe:
         notes.append(probe_bus(card.device).line())
     for note in notes:
         log.info("%s", note)
-    return OpenedGpu(runner, pool, blocks, budget, tuple(notes), verdict)
+    return OpenedGpu(runner, pool, blocks, budget, tuple(notes), verdict, planes)
+
+
+def _shelve(
+    weights: GpuWeights, layout: KvLayout, copies: CardCopies, *, head: bool
+) -> tuple[ShelvedPlanes | None, tuple[str, ...]]:
+    """Copy the lower planes that may leave to the host; None, and why, if it has no room."""
+    needed, there = tail_bytes(weights, head=head) + layout.block_bytes, available_bytes()
+    if needed + HOST_LEFT_BYTES > there:
+        return None, (
+            f"shedding is off: the host has {there / MIB:,.0f} MiB, a copy of the lower planes "
+            f"takes {needed / MIB:,.0f} and {HOST_LEFT_BYTES / MIB:,.0f} stay free",
+        )
+    shelved = ShelvedPlanes(weights, layout, head=head, pin=copies.register)
+    return shelved, () if shelved.pinned else ("lower planes come back slowly: nothing is pinned",)
+
+
+def _nested_notes(
+    runner: GpuRunner, planes: GpuPlanes | None, layout: KvLayout, remark: tuple[str, ...]
+) -> Iterator[str]:
+    """What there is to say of a nested model."""
+    if runner.levels == 1:
+        return
+    if runner.level_min:
+        yield "nested weights without their lower planes: every step is computed in FP8"
+    else:
+        times = " and ".join(
+            f"{cost.predict(8, 0) / 1e3:.2f} ms" for cost in (runner.costs[:1] + runner.costs[-1:])
+        )
+        measured = f", 8 rows take {times} at the first and the last" if times else ""
+        yield f"nested weights, {runner.levels} levels of precision{measured}"
+    if planes is not None:
+        size = layout.payload_bytes(planes.tail_blocks)
+        yield (
+            f"shedding frees {planes.tail_blocks:,} blocks more ({size / MIB:,.0f} MiB), which "
+            f"takes {planes.return_ms} ms to undo"
+        )
+    yield from remark
 
 
 def _settled(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -97,7 +97,8 @@ class GpuRunner:
         self.counters = StepCounters()
         self.levels = decoder.levels.count
         self.costs: tuple[StepCost, ...] = ()
-        self._limits = limits
+        self.limits = limits
+        self.spares = tuple(spares)
         self._fused_rows = fused_rows
         self._multiprocessors = multiprocessors
         self._inputs = StepInputs(
@@ -112,29 +113,36 @@ class GpuRunner:
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs[WideSize] | None = None
         self._mixed: PieceGraphs[Bucket] | None = None
-        self._lookout = Lookout(spares, pool.layout.block_size, limits.context)
+        self._lookout = Lookout(self.spares, pool.layout.block_size, limits.context)
         if spares:
             sampler.follower = self
 
     @torch.inference_mode()
-    def capture(self) -> int:
-        """Capture graphs for every bucket that steps may need; returns how many."""
+    def capture(self, captured: Callable[[str], None] | None = None) -> int:
+        """Capture graphs for every bucket that steps may need, at all levels; returns how many.
+
+        ``captured`` is told when those of ``decode`` steps, and of steps with ``prompts``, are
+        there.
+        """
+        told = captured or (lambda _kind: None)
         levels = range(self.level_min, self.levels)
         with recording() as recorder:
             decode = DecodeGraphs(recorder, self._decode)
             layers = len(self.decoder.weights.layers)
             pieces = PieceGraphs(recorder, layers + 1, self._piece, self._alike)
             mixed = PieceGraphs(recorder, layers, self._mixed_decode)
-            for bucket in buckets(self._limits.sequences, self._limits.context):
+            for bucket in buckets(self.limits.sequences, self.limits.context):
                 self._inputs.write((), (), self._shape(bucket))
                 for level in levels:
                     decode.capture(bucket, level)
-            for rows in wide_buckets(self._limits.rows):
+            told("decode")
+            for rows in wide_buckets(self.limits.rows):
                 self._inputs.write((), (), self._wide_shape(rows))
                 for level in levels:
                     pieces.capture(WideSize(rows, level))
-            for bucket in mixed_buckets(self._limits.sequences, self._limits.context):
+            for bucket in mixed_buckets(self.limits.sequences, self.limits.context):
                 mixed.capture(bucket)
+            told("prompts")
         self._graphs, self._pieces, self._mixed = decode, pieces, mixed
         return len(decode) + len(pieces) + len(mixed)
 
@@ -145,12 +153,12 @@ class GpuRunner:
         all of them takes longer than a step.
         """
         block_size = self.pool.layout.block_size
-        table = self._lookout.spares[: -(-WARM_UP_TOKENS // block_size)]
-        if len(table) * block_size < WARM_UP_TOKENS or self._limits.rows < WARM_UP_TOKENS:
+        table = self.spares[: -(-WARM_UP_TOKENS // block_size)]
+        if len(table) * block_size < WARM_UP_TOKENS or self.limits.rows < WARM_UP_TOKENS:
             return
         for level in range(self.level_min, self.levels):
             self.forward([SequenceSlice([0] * WARM_UP_TOKENS, 0, table, logits=True)], level)
-        self._lookout.forget()
+        self.forget()
         gc.collect()
         gc.freeze()
 
@@ -174,7 +182,7 @@ class GpuRunner:
         next_level = level if next_level is None else next_level
         self._check_level(level)
         check_level(next_level, self.levels)
-        check_slices(slices, self.config, self.pool.layout, self._limits)
+        check_slices(slices, self.config, self.pool.layout, self.limits)
         self.backend.forget()
         claim = self._claim(slices, level)
         if claim is None:
@@ -196,7 +204,7 @@ class GpuRunner:
         if not foreseen or rows_bucket is None or level < self.level_min:
             return False
         longest = max(row.start for row in foreseen) + 1
-        bucket = Bucket(rows_bucket, context_bucket(longest, self._limits.context))
+        bucket = Bucket(rows_bucket, context_bucket(longest, self.limits.context))
         inputs = self._inputs.write(
             [SequenceSlice((0,), row.start, row.block_table, True) for row in foreseen],
             range(len(foreseen)),
@@ -214,6 +222,11 @@ class GpuRunner:
     def learn(self, tokens: Sequence[int]) -> None:
         """Learn what the step ahead was computed for; what ``sampler.Follower`` asks for."""
         self._lookout.learn(tokens, self.pool.copies_in)
+
+    def forget(self) -> None:
+        """Nothing that was computed so far is to be gone on with."""
+        self.backend.forget()
+        self._lookout.forget()
 
     def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks within the pool, behind the steps launched so far.
@@ -296,7 +309,7 @@ class GpuRunner:
         of a buffer that the next call overwrites.
         """
         self._check_level(level)
-        check_slices(slices, self.config, self.pool.layout, self._limits)
+        check_slices(slices, self.config, self.pool.layout, self.limits)
         self.backend.forget()
         self._lookout.forget()
         inputs, firsts = self._wide(slices, level)
@@ -337,7 +350,7 @@ class GpuRunner:
         # What belongs to sequences has the same place whatever the step's rows.
         self.decoder.decode(
             index,
-            self._inputs.views(self._wide_shape(self._limits.rows)),
+            self._inputs.views(self._wide_shape(self.limits.rows)),
             bucket.rows,
             self._columns(bucket.context),
             self._partition(bucket.rows, bucket.context),
@@ -352,9 +365,9 @@ class GpuRunner:
             firsts[index] = row
             row += counts[index]
         longest = max(part.start + count for part, count in zip(slices, counts, strict=True))
-        context = context_bucket(longest, self._limits.context)
+        context = context_bucket(longest, self.limits.context)
         columns = self._columns(context)
-        rows = None if self._pieces is None else wide_bucket(row, self._limits.rows)
+        rows = None if self._pieces is None else wide_bucket(row, self.limits.rows)
         if rows is None:
             shape = InputShape(row, len(slices), columns)
         else:
@@ -382,7 +395,7 @@ class GpuRunner:
         if rows is None or self._pieces is None or self._mixed is None:
             self.decoder.wide(inputs, step, level)
         else:
-            bucket = mixed_bucket(decodes, longest, self._limits.sequences, self._limits.context)
+            bucket = mixed_bucket(decodes, longest, self.limits.sequences, self.limits.context)
             fits = bucket.rows <= rows  # padding rows write zeros where others' results follow
             self.decoder.wide(
                 inputs,
@@ -419,14 +432,14 @@ class GpuRunner:
         if rows is None or any(len(part.token_ids) > 1 for part in slices):
             return None
         longest = max(part.start for part in slices) + 1
-        return Bucket(rows, context_bucket(longest, self._limits.context))
+        return Bucket(rows, context_bucket(longest, self.limits.context))
 
     def _shape(self, bucket: Bucket) -> InputShape:
         return InputShape(bucket.rows, bucket.rows, self._columns(bucket.context))
 
     def _wide_shape(self, rows: int) -> InputShape:
         """Of a wide step whose pieces are captured: block tables have one place for all."""
-        return InputShape(rows, self._limits.sequences, self._columns(self._limits.context))
+        return InputShape(rows, self.limits.sequences, self._columns(self.limits.context))
 
     def _columns(self, context: int) -> int:
         return -(-context // self.pool.layout.block_size)

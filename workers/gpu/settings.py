@@ -6,6 +6,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NestedSettings:
+    """What a worker with a nested model is told besides; another model has none of it.
+
+    Raises:
+        ValueError: both shed and start_shed.
+    """
+
+    levels: int = 2
+    """Of precision: FP16, FP8, and what is between them."""
+    shed: bool = False
+    """The lower planes may leave the card for KV blocks, and come back."""
+    shed_head: bool = False
+    """Those of the LM head as well, and of an embedding that is tied to it."""
+    start_shed: bool = False
+    """The lower planes never come to the card: FP8 is all that there is."""
+
+    def __post_init__(self) -> None:
+        if self.shed and self.start_shed:
+            raise ValueError("start_shed: lower planes that are not there cannot be shed as well")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSettings:
     """What a worker on a CUDA card is told besides.
 
