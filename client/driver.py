@@ -50,6 +50,7 @@ from deepinfer.kvstore.core.messages import (
     PromptDelta,
     ToClient,
 )
+from deepinfer.kvstore.core.precision import Precision, packed
 from deepinfer.kvstore.core.requests import CHOICES_MAX
 from deepinfer.proto import inference_pb2
 
@@ -263,14 +264,19 @@ class Driver:
 
     def _resume_request(self, opening: OpenResume) -> inference_pb2.ResumeRequest:
         assert self._accepted is not None, "the core resumes what was accepted"
+        modes = opening.precisions or ((),) * len(opening.received)
         return inference_pb2.ResumeRequest(
             request_id=opening.request,
             resume_key=opening.resume_key,
             claim=opening.claim,
             request=self._request,
             progress=[
-                inference_pb2.ChoiceProgress(index=index, token_ids=tokens)
-                for index, tokens in enumerate(opening.received)
+                inference_pb2.ChoiceProgress(
+                    index=index, token_ids=tokens, precisions=packed(precisions)
+                )
+                for index, (tokens, precisions) in enumerate(
+                    zip(opening.received, modes, strict=True)
+                )
             ],
             arrival_ms=self._accepted.arrival_ms,
             prompt_logprobs=opening.scored,
@@ -353,6 +359,8 @@ class Driver:
                 prompt_tokens=complete.prompt_tokens,
                 cached_tokens=complete.cached_tokens,
                 completion_tokens=len(so_far.token_ids),
+                mixed_tokens=complete.tokens_mixed,
+                fp8_tokens=complete.tokens_fp8,
             ),
             swaps=wire.swaps_from(complete.swap_stats),
             timings=self._timings(
@@ -366,6 +374,7 @@ class Driver:
     def _so_far(self, why: str) -> results.Completion:
         """What was received of a request whose end no gateway has told."""
         now_s, accepted = time.perf_counter(), self._accepted
+        precisions = self._core.precisions()
         for index, so_far in enumerate(self._choices):
             if index not in self._finished:
                 self._finished[index] = results.Choice(
@@ -379,6 +388,8 @@ class Driver:
                     usage=results.Usage(
                         prompt_tokens=0 if accepted is None else accepted.prompt_tokens,
                         completion_tokens=len(so_far.token_ids),
+                        mixed_tokens=precisions[index].count(Precision.MIXED),
+                        fp8_tokens=precisions[index].count(Precision.FP8),
                     ),
                     swaps=results.SwapStats(),
                     timings=self._timings(so_far, now_s),

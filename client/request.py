@@ -16,7 +16,8 @@ class Options(TypedDict, total=False):
     """What a request may say besides its prompt; what is left out takes the server's default.
 
     ``deadline_s`` counts from the request's arrival; then it ends with ``DeadlineExceeded``.
-    ``exact`` keeps the request out of steps of reduced weight precision: there are none so far.
+    ``exact`` keeps a nested model's weights at FP16 in every step of the request, and KV that other
+    steps have left out of it; ``Completion.precision_shares`` tells what other requests were given.
     ``priority`` reaches the controller, which goes by arrival and does not look at it so far.
     ``logprobs`` and ``prompt_logprobs`` say how many alternatives come beside each token's own
     log-probability. ``include_events`` adds ``Notice`` and ``Retrying`` to a stream's events.

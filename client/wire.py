@@ -34,6 +34,7 @@ from deepinfer.kvstore.core.messages import (
     PromptDelta,
     ToClient,
 )
+from deepinfer.kvstore.core.precision import unpacked
 from deepinfer.kvstore.core.requests import FinishReason, Token
 from deepinfer.proto import inference_pb2
 
@@ -76,7 +77,7 @@ def message_from(said: inference_pb2.GenerateResponse, request: RequestId) -> To
             )
         case "chunk":
             chunk = said.chunk
-            return Delta(chunk.index, chunk.position, tuple(map(Token, chunk.token_ids)))
+            return Delta(chunk.index, chunk.position, _tokens_from(chunk))
         case "prompt":
             prompt = said.prompt
             return PromptDelta(prompt.position, tuple(map(Token, prompt.logprobs.token_ids)))
@@ -96,6 +97,19 @@ def message_from(said: inference_pb2.GenerateResponse, request: RequestId) -> To
             )
         case other:
             raise ProtocolError(f"response = {other}: this client does not know it")
+
+
+def _tokens_from(chunk: inference_pb2.GenerateStreamChunk) -> tuple[Token, ...]:
+    if not chunk.precisions:
+        return tuple(map(Token, chunk.token_ids))
+    try:
+        precisions = unpacked(chunk.precisions, len(chunk.token_ids))
+    except ValueError as error:
+        raise ProtocolError(f"chunk.precisions: {error}") from None
+    return tuple(
+        Token(token_id, precision=precision)
+        for token_id, precision in zip(chunk.token_ids, precisions, strict=True)
+    )
 
 
 def _notice_from(said: inference_pb2.Notice, request: RequestId) -> Notice:

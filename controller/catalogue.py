@@ -224,6 +224,21 @@ _WORKERS = (
             ("deepinfer_worker_requests_coming", "requests", "Placed and not there yet."),
             ("deepinfer_worker_requests_swapped", "requests", "Swapped out from it."),
             (
+                "deepinfer_worker_precision_level",
+                "level",
+                "Of nested weights, in its latest step: 0 is FP16 in every layer.",
+            ),
+            (
+                "deepinfer_worker_precision_levels",
+                "levels",
+                "How many there are: at the last one every layer is FP8.",
+            ),
+            (
+                "deepinfer_worker_precision_pays",
+                "0 or 1",
+                "Whether its steps are faster above level 0; if not, the policy slo stays there.",
+            ),
+            (
                 "deepinfer_worker_kv_quality_kl_nats",
                 "nats",
                 "KL divergence of logits from those with FP16 KV, measured at a start with 8-bit "
@@ -289,7 +304,27 @@ _WORKERS = (
             ("deepinfer_worker_orders_ignored_total", "orders", "Late, doubled or without object."),
             ("deepinfer_worker_attaches_repeated_total", "messages", "Asked a gateway again."),
             ("deepinfer_worker_resends_total", "messages", "Tokens sent to a gateway again."),
+            (
+                "deepinfer_worker_precision_switches_total",
+                "steps",
+                "At another level of nested weights than the step before.",
+            ),
         ),
+    ),
+    *(
+        Family(name, "counter", ("worker", "precision"), unit, text)
+        for name, unit, text in (
+            (
+                "deepinfer_worker_precision_tokens_total",
+                "tokens",
+                "Sampled in steps of nested weights: fp16, mixed (some layers in FP8) or fp8.",
+            ),
+            (
+                "deepinfer_worker_precision_seconds_total",
+                "seconds",
+                "From the plan to the end of these steps.",
+            ),
+        )
     ),
 )
 _STORES = (

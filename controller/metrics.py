@@ -145,6 +145,10 @@ def _pool(levels: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     yield "deepinfer_kv_block_tokens", levels["block_size"]
     if total:
         yield "deepinfer_kv_cache_usage_ratio", (total - free) / total
+    if precision := levels["precision"]:
+        yield "deepinfer_worker_precision_level", precision["level"]
+        yield "deepinfer_worker_precision_levels", precision["levels"]
+        yield "deepinfer_worker_precision_pays", float(not precision["remark"])
     yield "deepinfer_worker_requests", levels["residents"]
     yield "deepinfer_worker_requests_coming", levels["pending"]
     yield "deepinfer_worker_requests_swapped", levels["swapped_from_here"]

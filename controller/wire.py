@@ -37,6 +37,7 @@ from deepinfer.kvstore.core.messages import (
     Usage,
     WorkerReport,
 )
+from deepinfer.kvstore.core.precision import PrecisionLevel, PrecisionRule
 from deepinfer.kvstore.core.states import State
 from deepinfer.proto import control_pb2, ids_pb2, kvstore_pb2
 
@@ -125,6 +126,19 @@ def worker_report_from(said: control_pb2.WorkerReport) -> WorkerReport:
             Usage(seq_from(u.seq), u.private_blocks, u.tokens, u.last_step, u.advanced)
             for u in said.usage
         ),
+        precision=_precision_from(said.precision) if said.HasField("precision") else None,
+    )
+
+
+def _precision_from(said: control_pb2.PrecisionLevel) -> PrecisionLevel:
+    return PrecisionLevel(
+        said.level,
+        said.levels,
+        said.ratio,
+        said.remark,
+        said.switches,
+        (said.tokens_fp16, said.tokens_mixed, said.tokens_fp8),
+        (said.ms_fp16, said.ms_mixed, said.ms_fp8),
     )
 
 
@@ -229,6 +243,22 @@ def reply_to(reply: ReportReply) -> control_pb2.ReportReply:
             )
             for r in reply.reject
         ],
+        precision=None if reply.precision is None else _rule_to(reply.precision),
+    )
+
+
+def _rule_to(rule: PrecisionRule) -> control_pb2.PrecisionRule:
+    settings = rule.settings
+    return control_pb2.PrecisionRule(
+        policy=settings.policy.value,
+        level_max=settings.level_max,
+        threshold_tokens=settings.threshold_tokens,
+        ttft_target_ms=settings.ttft_target_ms,
+        tpot_target_ms=settings.tpot_target_ms,
+        dwell_ms=settings.dwell_ms,
+        waiting_tokens=rule.waiting_tokens,
+        waiting_ms=rule.waiting_ms,
+        shed=rule.shed,
     )
 
 

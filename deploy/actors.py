@@ -18,6 +18,7 @@ from deepinfer.deploy.devices import share_cards
 from deepinfer.deploy.errors import LaunchError, cause_of
 from deepinfer.deploy.kv_quality import quality_settings
 from deepinfer.deploy.nodes import Node, Nodes, advertised_host
+from deepinfer.deploy.precision import precision_settings
 from deepinfer.deploy.tls import server_tls
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Actors:
                     cpu_offload=config.cpu_offload,
                     max_swapped_requests=config.max_swapped_requests,
                     victims=config.victim_policy,
+                    precision=precision_settings(config),
                     reserve=config.reserve,
                     min_residency_tokens=config.min_residency,
                     prefetch_bytes_max=config.prefetch_mb * 2**20,
@@ -204,6 +206,8 @@ class Actors:
                 node=node.name,
                 model_path=str(model.path),
                 kv_cache_dtype=config.kv_cache_dtype,
+                weights=config.weights,
+                precision_levels=config.precision_levels,
                 threads=config.threads,
                 gpu=gpu,
                 quality=quality,

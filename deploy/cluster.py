@@ -18,6 +18,7 @@ from deepinfer.deploy.actors import START_TIMEOUT_S, Actors, Served, bind, end_a
 from deepinfer.deploy.config import ClusterConfig, ConfigError, Device
 from deepinfer.deploy.errors import LaunchError
 from deepinfer.deploy.models import check_model, resolve_model
+from deepinfer.deploy.precision import check_precision
 from deepinfer.deploy.rays import OwnRay, RunningRay
 from deepinfer.deploy.running import alive, default_token_file, read_or_make_token
 from deepinfer.deploy.tls import check_server_tls
@@ -161,7 +162,8 @@ def _open(model: Path, config: ClusterConfig, device: Device) -> Served:
 
     Raises:
         ModelUnavailableError: damaged, incomplete or unsupported; or no tokenizer of its own.
-        ConfigError: the pool cannot hold one block, or the GPU kernels know no such sizes.
+        ConfigError: the pool cannot hold one block, the GPU kernels know no such sizes, or nested
+            weights' settings are given for a model without any.
     """
     with interrupts.held():
         import deepinfer.text.load
@@ -176,6 +178,7 @@ def _open(model: Path, config: ClusterConfig, device: Device) -> Served:
         block_size=config.block_size,
         threads=config.threads if device == "cpu" else None,
     )
+    check_precision(config, model)
     layout = kv_layout(served, resolve_kv_dtype(config.kv_cache_dtype), config.block_size)
     if device == "cuda":
         _check_kernels(served, layout)

@@ -105,6 +105,34 @@ class ClusterConfig(BaseModel):
         default="strict",
         description="What if the KV dtype costs this model too much: refuse, warn, or do not look.",
     )
+    weights: Literal["auto", "nested"] = Field(
+        default="auto",
+        description="nested: weights in FP16 or BF16 are nested as they are loaded; auto: as the "
+        "checkpoint has them.",
+    )
+    precision: Literal["fp16", "fp8", "threshold", "slo"] = Field(
+        default="slo",
+        description="Who decides when nested weights are read in FP8: never, always, steps of many "
+        "tokens, or predicted times and the two targets.",
+    )
+    precision_threshold_tokens: int = Field(
+        default=1024, ge=0, le=1 << 20, description="threshold: FP8 in steps of more tokens."
+    )
+    ttft_target_ms: float = Field(
+        default=2000, gt=0, le=3_600_000, description="slo: time to the first token."
+    )
+    tpot_target_ms: float = Field(
+        default=100, gt=0, le=3_600_000, description="slo: mean time of each token after it."
+    )
+    precision_dwell_ms: int = Field(
+        default=500, ge=0, le=3_600_000, description="slo: the level stays at least so long."
+    )
+    precision_levels: int = Field(
+        default=2,
+        ge=2,
+        le=6,
+        description="Levels from FP16 to FP8; between them some layers are in FP8.",
+    )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     max_cache: str = Field(
         default="auto",
@@ -232,6 +260,7 @@ class ClusterConfig(BaseModel):
                     raise ValueError(
                         f"{name} = {getattr(self, name)!r} has no meaning with cpu_offload = false"
                     )
+        self._check_precision()
         if self.device == "cpu":
             for name in ("gpu_memory_utilization", "gpu_probe"):
                 if name in self.model_fields_set:
@@ -271,6 +300,35 @@ class ClusterConfig(BaseModel):
                 f"(port = {self.port}, gateways = {self.gateways}): name another"
             )
         return self
+
+    def _check_precision(self) -> None:
+        """Raise ValueError for a parameter of another policy than the one that is chosen."""
+        policies = {
+            "precision_threshold_tokens": ("threshold",),
+            "ttft_target_ms": ("slo",),
+            "tpot_target_ms": ("slo",),
+            "precision_dwell_ms": ("slo",),
+            "precision_levels": ("fp8", "threshold", "slo"),
+        }
+        for name, of in policies.items():
+            if name in self.model_fields_set and self.precision not in of:
+                raise ValueError(
+                    f"{name} = {getattr(self, name):g} has no meaning with "
+                    f"precision = {self.precision!r}"
+                )
+
+    @property
+    def precision_given(self) -> tuple[str, ...]:
+        """The settings that were given and concern nested weights only."""
+        names = (
+            "precision",
+            "precision_threshold_tokens",
+            "ttft_target_ms",
+            "tpot_target_ms",
+            "precision_dwell_ms",
+            "precision_levels",
+        )
+        return tuple(name for name in names if name in self.model_fields_set)
 
     @property
     def metrics_fixed_port(self) -> int | None:

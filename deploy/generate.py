@@ -113,5 +113,8 @@ def _token(entry: TokenLogprob | TopLogprob) -> dict[str, Any]:
     }
 
 
-def _usage(usage: Usage) -> dict[str, int]:
-    return asdict(usage) | {"total_tokens": usage.total_tokens}
+def _usage(usage: Usage) -> dict[str, Any]:
+    return asdict(usage) | {
+        "total_tokens": usage.total_tokens,
+        "precision_shares": usage.precision_shares,
+    }

@@ -29,8 +29,16 @@ def mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def mode(precision: dict[str, Any]) -> str:
+    """The precision of a worker's nested weights, in a few letters."""
+    level, top = precision["level"], precision["levels"] - 1
+    if level == 0:
+        return "fp16"
+    return "fp8" if level == top else f"mixed {level}/{top}"
+
+
 def render_status(document: dict[str, Any]) -> Group:
-    """Workers and their pools, stores, request states, the swap budget (S9), and KV quality."""
+    """Workers and their pools, stores, request states, the swap budget (S9), precision, quality."""
     workers = Table("worker", "node", "blocks used", "free", "short", "residents", "state")
     for name, worker in sorted(document["workers"].items()):
         used = worker["blocks_total"] - worker["blocks_free"]
@@ -68,6 +76,14 @@ def render_status(document: dict[str, Any]) -> Group:
     for name in SWAP_COUNTERS:
         swap.add_row(name, f"{document['counters'][name]:g}")
     shown = [workers, stores, requests, swap]
+    nested = {n: w["precision"] for n, w in document["workers"].items() if w.get("precision")}
+    if nested:
+        modes = Table("weights", "mode", "tokens fp16", "mixed", "fp8", "switches", "remark")
+        for name, precision in sorted(nested.items()):
+            tokens = (f"{count:,}" for count in precision["tokens"])
+            remark = precision["remark"]
+            modes.add_row(name, mode(precision), *tokens, f"{precision['switches']:,}", remark)
+        shown.append(modes)
     if quality := document.get("kv_quality"):
         measured = Table("KV beside fp16", "KL nats", "same top token", "K channel scales")
         for name, found in sorted(quality.items()):

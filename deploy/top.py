@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepinfer.client import Client, DeepInferError
-from deepinfer.deploy.status import mib
+from deepinfer.deploy.status import mib, mode
 
 EVENTS = 6
 BAR_WIDTH = 24
@@ -155,13 +155,14 @@ def render(frame: Frame, *, height: int, note: str = "") -> Group:
     pools = Table("pool", "", "blocks", "residents", "state", box=None, padding=(0, 2, 0, 0))
     for name, worker in sorted(document["workers"].items()):
         used = worker["blocks_total"] - worker["blocks_free"]
+        precision = worker.get("precision")
         pools.add_row(
             name,
             ProgressBar(max(1, worker["blocks_total"]), used, width=BAR_WIDTH),
             f"{used} / {worker['blocks_total']}"
             + (f", short of {worker['blocks_short']}" if worker["blocks_short"] else ""),
             str(worker["residents"]),
-            worker["state"],
+            worker["state"] + (f", {mode(precision)}" if precision else ""),
         )
     for name, store in sorted(document["stores"].items()):
         pools.add_row(

@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from deepinfer.gateway.core.events import ChoiceUsage
 from deepinfer.gateway.intake import Ask
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, PromptDelta
+from deepinfer.kvstore.core.precision import Precision, packed, unpacked
 from deepinfer.kvstore.core.requests import (
     InvalidRequestError,
     RequestRecord,
@@ -80,14 +81,23 @@ def _refuse_unknown(name: str, said: Message) -> None:
 
 def received_from(
     progress: Sequence[inference_pb2.ChoiceProgress], choices: int
-) -> tuple[tuple[int, ...], ...]:
-    """Read what a resuming client has; a choice it does not name has nothing yet."""
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[Precision, ...], ...]]:
+    """Read what a resuming client has, and in which modes it was generated.
+
+    A choice that it does not name has nothing yet.
+    """
     received: list[tuple[int, ...]] = [()] * choices
+    precisions: list[tuple[Precision, ...]] = [()] * choices
     for entry in progress:
         if entry.index >= choices:
             raise InvalidRequestError("progress.index", entry.index, f"below n = {choices}")
         received[entry.index] = tuple(entry.token_ids)
-    return tuple(received)
+        try:
+            precisions[entry.index] = unpacked(entry.precisions, len(entry.token_ids))
+        except ValueError as error:
+            said, _, allowed = str(error).partition(": must be ")
+            raise InvalidRequestError("progress.precisions", said, allowed) from None
+    return tuple(received), tuple(precisions)
 
 
 # ---- clients are told ----------------------------------------------------------------------
@@ -123,6 +133,7 @@ def delta_to(
             index=delta.choice,
             position=delta.index,
             text=text,
+            precisions=packed(token.precision for token in delta.tokens),
             output_logprobs=None if logprobs is None else _logprobs_to(delta.tokens, logprobs),
         )
     )
@@ -169,6 +180,9 @@ def finished_to(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
+        tokens_fp16=usage.completion_tokens - usage.tokens_mixed - usage.tokens_fp8,
+        tokens_mixed=usage.tokens_mixed,
+        tokens_fp8=usage.tokens_fp8,
         index=finished.choice,
         text=text,
         message=finished.message,

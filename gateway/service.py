@@ -102,7 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = RequestId(request.request_id)
         ask, record = await self._record(request.request, request_id, arrival_ms, context)
         try:
-            received = client_wire.received_from(request.progress, record.sampling.n)
+            received, precisions = client_wire.received_from(request.progress, record.sampling.n)
         except InvalidRequestError as error:
             await statuses.abort(context, statuses.invalid(error))
         stream = self._shell.resume(
@@ -110,6 +110,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             request.resume_key,
             claim=request.claim,
             received=received,
+            precisions=precisions,
             scored=request.prompt_logprobs,
             continues_text=ask.continues_text,
             include_events=ask.include_events,

@@ -36,6 +36,7 @@ from deepinfer.gateway.intake import ModelCard
 from deepinfer.gateway.text import ChoiceText, Scanner, text_of
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StreamId, WorkerRef
 from deepinfer.kvstore.core.messages import GatewayReport, ToGateway, ToWorker
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import RequestRecord
 
 TICK_S = 0.05
@@ -193,6 +194,7 @@ class Shell:
         *,
         claim: int,
         received: tuple[tuple[int, ...], ...],
+        precisions: tuple[tuple[Precision, ...], ...],
         scored: int,
         continues_text: bool,
         include_events: bool,
@@ -200,7 +202,16 @@ class Shell:
         """Open a further stream of a request, behind what its client has."""
         stream = self._open(record, received, continues_text=continues_text)
         self.tell(
-            Resume(stream.stream, record, resume_key, claim, received, include_events, scored)
+            Resume(
+                stream.stream,
+                record,
+                resume_key,
+                claim,
+                received,
+                include_events,
+                scored,
+                precisions,
+            )
         )
         return self._opened(stream)
 

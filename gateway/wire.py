@@ -34,6 +34,7 @@ from deepinfer.kvstore.core.messages import (
     Tokens,
     ToWorker,
 )
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import (
     FinishReason,
     RequestRecord,
@@ -43,6 +44,7 @@ from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
 from deepinfer.proto.bundle import unbundled
 from deepinfer.proto.fields import SAMPLING_SCALARS
 
+_PRECISIONS = tuple(Precision)
 _FINISH_NAMES = {reason.value: reason for reason in FinishReason}
 
 
@@ -133,7 +135,14 @@ def _token_from(said: link_pb2.LinkToken) -> Token:
         said.id,
         said.logprob if said.HasField("logprob") else None,
         tuple(zip(said.top_ids, said.top_logprobs, strict=True)),
+        _precision_from(said.precision),
     )
+
+
+def _precision_from(rank: int) -> Precision:
+    if rank >= len(_PRECISIONS):
+        raise LinkError(f"token.precision = {rank}: must be at most {len(_PRECISIONS) - 1}")
+    return _PRECISIONS[rank]
 
 
 def _notice_from(said: link_pb2.LinkNotice, worker: WorkerRef) -> Notice:

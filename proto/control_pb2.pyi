@@ -54,8 +54,34 @@ class Departed(_message.Message):
     payload_bytes: int
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., why: _Optional[str] = ..., ticket: _Optional[_Union[_ids_pb2.Ticket, _Mapping]] = ..., blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
+class PrecisionLevel(_message.Message):
+    __slots__ = ("level", "levels", "ratio", "remark", "switches", "tokens_fp16", "tokens_mixed", "tokens_fp8", "ms_fp16", "ms_mixed", "ms_fp8")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    REMARK_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FP16_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_MIXED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FP8_FIELD_NUMBER: _ClassVar[int]
+    MS_FP16_FIELD_NUMBER: _ClassVar[int]
+    MS_MIXED_FIELD_NUMBER: _ClassVar[int]
+    MS_FP8_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    levels: int
+    ratio: float
+    remark: str
+    switches: int
+    tokens_fp16: int
+    tokens_mixed: int
+    tokens_fp8: int
+    ms_fp16: int
+    ms_mixed: int
+    ms_fp8: int
+    def __init__(self, level: _Optional[int] = ..., levels: _Optional[int] = ..., ratio: _Optional[float] = ..., remark: _Optional[str] = ..., switches: _Optional[int] = ..., tokens_fp16: _Optional[int] = ..., tokens_mixed: _Optional[int] = ..., tokens_fp8: _Optional[int] = ..., ms_fp16: _Optional[int] = ..., ms_mixed: _Optional[int] = ..., ms_fp8: _Optional[int] = ...) -> None: ...
+
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "incarnation", "node", "number", "complete", "epoch_seen", "orders_seen", "block_bytes", "block_size", "blocks_total", "blocks_free", "blocks_short", "stalled", "draining", "residents", "departed", "usage", "address", "counters")
+    __slots__ = ("worker", "incarnation", "node", "number", "complete", "epoch_seen", "orders_seen", "block_bytes", "block_size", "blocks_total", "blocks_free", "blocks_short", "stalled", "draining", "residents", "departed", "usage", "address", "counters", "precision")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +108,7 @@ class WorkerReport(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: int
     node: str
@@ -101,7 +128,8 @@ class WorkerReport(_message.Message):
     usage: _containers.RepeatedCompositeFieldContainer[Usage]
     address: str
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., complete: _Optional[bool] = ..., epoch_seen: _Optional[int] = ..., orders_seen: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_short: _Optional[int] = ..., stalled: _Optional[bool] = ..., draining: _Optional[bool] = ..., residents: _Optional[_Iterable[_Union[ResidentLevel, _Mapping]]] = ..., departed: _Optional[_Iterable[_Union[Departed, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ..., address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    precision: PrecisionLevel
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., complete: _Optional[bool] = ..., epoch_seen: _Optional[int] = ..., orders_seen: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_short: _Optional[int] = ..., stalled: _Optional[bool] = ..., draining: _Optional[bool] = ..., residents: _Optional[_Iterable[_Union[ResidentLevel, _Mapping]]] = ..., departed: _Optional[_Iterable[_Union[Departed, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ..., address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., precision: _Optional[_Union[PrecisionLevel, _Mapping]] = ...) -> None: ...
 
 class TicketLevel(_message.Message):
     __slots__ = ("ticket", "state", "payload_bytes", "tokens", "blocks")
@@ -225,16 +253,40 @@ class Reject(_message.Message):
     blocks_total: int
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., blocks_needed: _Optional[int] = ..., blocks_total: _Optional[int] = ...) -> None: ...
 
+class PrecisionRule(_message.Message):
+    __slots__ = ("policy", "level_max", "threshold_tokens", "ttft_target_ms", "tpot_target_ms", "dwell_ms", "waiting_tokens", "waiting_ms", "shed")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_MAX_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    DWELL_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_MS_FIELD_NUMBER: _ClassVar[int]
+    SHED_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    level_max: int
+    threshold_tokens: int
+    ttft_target_ms: float
+    tpot_target_ms: float
+    dwell_ms: int
+    waiting_tokens: int
+    waiting_ms: int
+    shed: bool
+    def __init__(self, policy: _Optional[str] = ..., level_max: _Optional[int] = ..., threshold_tokens: _Optional[int] = ..., ttft_target_ms: _Optional[float] = ..., tpot_target_ms: _Optional[float] = ..., dwell_ms: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., waiting_ms: _Optional[int] = ..., shed: _Optional[bool] = ...) -> None: ...
+
 class ReportReply(_message.Message):
-    __slots__ = ("epoch", "number", "resync", "disown", "reject")
+    __slots__ = ("epoch", "number", "resync", "disown", "reject", "precision")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     DISOWN_FIELD_NUMBER: _ClassVar[int]
     REJECT_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     number: int
     resync: bool
     disown: _containers.RepeatedCompositeFieldContainer[Disown]
     reject: _containers.RepeatedCompositeFieldContainer[Reject]
-    def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., resync: _Optional[bool] = ..., disown: _Optional[_Iterable[_Union[Disown, _Mapping]]] = ..., reject: _Optional[_Iterable[_Union[Reject, _Mapping]]] = ...) -> None: ...
+    precision: PrecisionRule
+    def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., resync: _Optional[bool] = ..., disown: _Optional[_Iterable[_Union[Disown, _Mapping]]] = ..., reject: _Optional[_Iterable[_Union[Reject, _Mapping]]] = ..., precision: _Optional[_Union[PrecisionRule, _Mapping]] = ...) -> None: ...

@@ -102,12 +102,14 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., exact: _Optional[bool] = ..., include_events: _Optional[bool] = ...) -> None: ...
 
 class ChoiceProgress(_message.Message):
-    __slots__ = ("index", "token_ids")
+    __slots__ = ("index", "token_ids", "precisions")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PRECISIONS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    precisions: bytes
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., precisions: _Optional[bytes] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("request_id", "resume_key", "claim", "request", "progress", "arrival_ms", "prompt_logprobs")
@@ -168,18 +170,20 @@ class OutputLogProbs(_message.Message):
     def __init__(self, token_logprobs: _Optional[_Iterable[float]] = ..., token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogProbs, _Mapping]]] = ..., token_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GenerateStreamChunk(_message.Message):
-    __slots__ = ("token_ids", "index", "position", "text", "output_logprobs")
+    __slots__ = ("token_ids", "index", "position", "text", "output_logprobs", "precisions")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRECISIONS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     index: int
     position: int
     text: str
     output_logprobs: OutputLogProbs
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., index: _Optional[int] = ..., position: _Optional[int] = ..., text: _Optional[str] = ..., output_logprobs: _Optional[_Union[OutputLogProbs, _Mapping]] = ...) -> None: ...
+    precisions: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., index: _Optional[int] = ..., position: _Optional[int] = ..., text: _Optional[str] = ..., output_logprobs: _Optional[_Union[OutputLogProbs, _Mapping]] = ..., precisions: _Optional[bytes] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("position", "logprobs")
@@ -248,7 +252,7 @@ class SwapStats(_message.Message):
     def __init__(self, swaps: _Optional[int] = ..., resumes: _Optional[int] = ..., recomputes: _Optional[int] = ..., failed: _Optional[int] = ..., offload_bytes: _Optional[int] = ..., offload_us: _Optional[int] = ..., reload_us: _Optional[int] = ..., stall_us: _Optional[int] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us", "cached_tokens", "error_code")
+    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us", "cached_tokens", "tokens_fp16", "tokens_mixed", "tokens_fp8", "error_code")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +265,9 @@ class GenerateComplete(_message.Message):
     TTFT_US_FIELD_NUMBER: _ClassVar[int]
     TPOT_US_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FP16_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_MIXED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FP8_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     prompt_tokens: int
@@ -274,8 +281,11 @@ class GenerateComplete(_message.Message):
     ttft_us: int
     tpot_us: int
     cached_tokens: int
+    tokens_fp16: int
+    tokens_mixed: int
+    tokens_fp8: int
     error_code: str
-    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., error_code: _Optional[str] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., tokens_fp16: _Optional[int] = ..., tokens_mixed: _Optional[int] = ..., tokens_fp8: _Optional[int] = ..., error_code: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("accepted", "chunk", "notice", "complete", "prompt")

@@ -26,7 +26,7 @@ from deepinfer.proto import ids_pb2 as deepinfer_dot_proto_dot_ids__pb2
 from deepinfer.proto import inference_pb2 as deepinfer_dot_proto_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x65pinfer/proto/link.proto\x12\x0c\x64\x65\x65pinfer.v1\x1a\x19\x64\x65\x65pinfer/proto/ids.proto\x1a\x1f\x64\x65\x65pinfer/proto/inference.proto\"0\n\x05Hello\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.deepinfer.v1.WorkerRef\"H\n\x06\x41ttach\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\"`\n\tLinkToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\n\n\x08_logprob\"\xa7\x01\n\x06Tokens\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\r\n\x05index\x18\x03 \x01(\r\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.deepinfer.v1.LinkToken\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\"\x83\x01\n\x06Scores\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\x10\n\x08position\x18\x03 \x01(\r\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.deepinfer.v1.LinkToken\"R\n\nLinkNotice\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12$\n\x06notice\x18\x02 \x01(\x0b\x32\x14.deepinfer.v1.Notice\"\x89\x02\n\nFromWorker\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.deepinfer.v1.HelloH\x00\x12&\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x14.deepinfer.v1.AttachH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.deepinfer.v1.TokensH\x00\x12*\n\x06notice\x18\x04 \x01(\x0b\x32\x18.deepinfer.v1.LinkNoticeH\x00\x12&\n\x06scores\x18\x05 \x01(\x0b\x32\x14.deepinfer.v1.ScoresH\x00\x12&\n\x04more\x18\x06 \x03(\x0b\x32\x18.deepinfer.v1.FromWorkerB\t\n\x07message\"\xf3\x01\n\rRequestRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x35\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1c.deepinfer.v1.SamplingParams\x12\x12\n\narrival_ms\x18\x04 \x01(\x03\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x65xact\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\rB\x0e\n\x0c_deadline_ms\"\x97\x01\n\x08\x41ttached\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x1b.deepinfer.v1.RequestRecord\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0e\n\x06scored\x18\x05 \x01(\r\"s\n\rAttachRefused\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\"\n\x07highest\x18\x03 \x01(\x0b\x32\x11.deepinfer.v1.Run\"{\n\x03\x41\x63k\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\x12\n\nnext_index\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x0e\n\x06scored\x18\x05 \x01(\r\"F\n\x04\x44rop\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\"\xdd\x01\n\x08ToWorker\x12*\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x16.deepinfer.v1.AttachedH\x00\x12.\n\x07refused\x18\x02 \x01(\x0b\x32\x1b.deepinfer.v1.AttachRefusedH\x00\x12 \n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x11.deepinfer.v1.AckH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.deepinfer.v1.DropH\x00\x12$\n\x04more\x18\x05 \x03(\x0b\x32\x16.deepinfer.v1.ToWorkerB\t\n\x07message2M\n\nWorkerLink\x12?\n\x07\x43onnect\x12\x18.deepinfer.v1.FromWorker\x1a\x16.deepinfer.v1.ToWorker(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x65pinfer/proto/link.proto\x12\x0c\x64\x65\x65pinfer.v1\x1a\x19\x64\x65\x65pinfer/proto/ids.proto\x1a\x1f\x64\x65\x65pinfer/proto/inference.proto\"0\n\x05Hello\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.deepinfer.v1.WorkerRef\"H\n\x06\x41ttach\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\"s\n\tLinkToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x12\x11\n\tprecision\x18\x05 \x01(\rB\n\n\x08_logprob\"\xa7\x01\n\x06Tokens\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\r\n\x05index\x18\x03 \x01(\r\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.deepinfer.v1.LinkToken\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\"\x83\x01\n\x06Scores\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\x10\n\x08position\x18\x03 \x01(\r\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.deepinfer.v1.LinkToken\"R\n\nLinkNotice\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12$\n\x06notice\x18\x02 \x01(\x0b\x32\x14.deepinfer.v1.Notice\"\x89\x02\n\nFromWorker\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.deepinfer.v1.HelloH\x00\x12&\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x14.deepinfer.v1.AttachH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.deepinfer.v1.TokensH\x00\x12*\n\x06notice\x18\x04 \x01(\x0b\x32\x18.deepinfer.v1.LinkNoticeH\x00\x12&\n\x06scores\x18\x05 \x01(\x0b\x32\x14.deepinfer.v1.ScoresH\x00\x12&\n\x04more\x18\x06 \x03(\x0b\x32\x18.deepinfer.v1.FromWorkerB\t\n\x07message\"\xf3\x01\n\rRequestRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x35\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1c.deepinfer.v1.SamplingParams\x12\x12\n\narrival_ms\x18\x04 \x01(\x03\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x65xact\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\rB\x0e\n\x0c_deadline_ms\"\x97\x01\n\x08\x41ttached\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x1b.deepinfer.v1.RequestRecord\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0e\n\x06scored\x18\x05 \x01(\r\"s\n\rAttachRefused\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\"\n\x07highest\x18\x03 \x01(\x0b\x32\x11.deepinfer.v1.Run\"{\n\x03\x41\x63k\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\x12\x12\n\nnext_index\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x0e\n\x06scored\x18\x05 \x01(\r\"F\n\x04\x44rop\x12\x1e\n\x03seq\x18\x01 \x01(\x0b\x32\x11.deepinfer.v1.Seq\x12\x1e\n\x03run\x18\x02 \x01(\x0b\x32\x11.deepinfer.v1.Run\"\xdd\x01\n\x08ToWorker\x12*\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x16.deepinfer.v1.AttachedH\x00\x12.\n\x07refused\x18\x02 \x01(\x0b\x32\x1b.deepinfer.v1.AttachRefusedH\x00\x12 \n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x11.deepinfer.v1.AckH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.deepinfer.v1.DropH\x00\x12$\n\x04more\x18\x05 \x03(\x0b\x32\x16.deepinfer.v1.ToWorkerB\t\n\x07message2M\n\nWorkerLink\x12?\n\x07\x43onnect\x12\x18.deepinfer.v1.FromWorker\x1a\x16.deepinfer.v1.ToWorker(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,27 +38,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACH']._serialized_start=154
   _globals['_ATTACH']._serialized_end=226
   _globals['_LINKTOKEN']._serialized_start=228
-  _globals['_LINKTOKEN']._serialized_end=324
-  _globals['_TOKENS']._serialized_start=327
-  _globals['_TOKENS']._serialized_end=494
-  _globals['_SCORES']._serialized_start=497
-  _globals['_SCORES']._serialized_end=628
-  _globals['_LINKNOTICE']._serialized_start=630
-  _globals['_LINKNOTICE']._serialized_end=712
-  _globals['_FROMWORKER']._serialized_start=715
-  _globals['_FROMWORKER']._serialized_end=980
-  _globals['_REQUESTRECORD']._serialized_start=983
-  _globals['_REQUESTRECORD']._serialized_end=1226
-  _globals['_ATTACHED']._serialized_start=1229
-  _globals['_ATTACHED']._serialized_end=1380
-  _globals['_ATTACHREFUSED']._serialized_start=1382
-  _globals['_ATTACHREFUSED']._serialized_end=1497
-  _globals['_ACK']._serialized_start=1499
-  _globals['_ACK']._serialized_end=1622
-  _globals['_DROP']._serialized_start=1624
-  _globals['_DROP']._serialized_end=1694
-  _globals['_TOWORKER']._serialized_start=1697
-  _globals['_TOWORKER']._serialized_end=1918
-  _globals['_WORKERLINK']._serialized_start=1920
-  _globals['_WORKERLINK']._serialized_end=1997
+  _globals['_LINKTOKEN']._serialized_end=343
+  _globals['_TOKENS']._serialized_start=346
+  _globals['_TOKENS']._serialized_end=513
+  _globals['_SCORES']._serialized_start=516
+  _globals['_SCORES']._serialized_end=647
+  _globals['_LINKNOTICE']._serialized_start=649
+  _globals['_LINKNOTICE']._serialized_end=731
+  _globals['_FROMWORKER']._serialized_start=734
+  _globals['_FROMWORKER']._serialized_end=999
+  _globals['_REQUESTRECORD']._serialized_start=1002
+  _globals['_REQUESTRECORD']._serialized_end=1245
+  _globals['_ATTACHED']._serialized_start=1248
+  _globals['_ATTACHED']._serialized_end=1399
+  _globals['_ATTACHREFUSED']._serialized_start=1401
+  _globals['_ATTACHREFUSED']._serialized_end=1516
+  _globals['_ACK']._serialized_start=1518
+  _globals['_ACK']._serialized_end=1641
+  _globals['_DROP']._serialized_start=1643
+  _globals['_DROP']._serialized_end=1713
+  _globals['_TOWORKER']._serialized_start=1716
+  _globals['_TOWORKER']._serialized_end=1937
+  _globals['_WORKERLINK']._serialized_start=1939
+  _globals['_WORKERLINK']._serialized_end=2016
 # @@protoc_insertion_point(module_scope)

@@ -24,16 +24,18 @@ class Attach(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ...) -> None: ...
 
 class LinkToken(_message.Message):
-    __slots__ = ("id", "logprob", "top_ids", "top_logprobs")
+    __slots__ = ("id", "logprob", "top_ids", "top_logprobs", "precision")
     ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     id: int
     logprob: float
     top_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    precision: int
+    def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., precision: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("seq", "run", "index", "tokens", "finish_reason", "cached")

@@ -119,8 +119,14 @@ def assemble(
     """
     ref = WorkerRef(WorkerId(settings.worker), incarnation)
     identity = device.identity
-    salt = f"{identity.model}/{identity.precision}/{identity.layout(device.pool.layout)}"
-    config = replace(settings.config, cache_salt=salt.encode(), blocks_total=device.blocks)
+    salt = f"{identity.model}/{identity.layout(device.pool.layout)}"
+    config = replace(
+        settings.config,
+        cache_salt=salt.encode(),
+        blocks_total=device.blocks,
+        levels=device.engine.levels,
+        costs=device.engine.costs,
+    )
     core = WorkerCore(ref, NodeId(settings.node), config)
     shell = WorkerShell(core, device.engine, die=die, gauges=device.gauges)
     shell.connect(

@@ -88,6 +88,14 @@ def monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
+def exported(name: str) -> str:
+    """The name under which a count of the core's is exported."""
+    if name in SWAP_COUNTERS:
+        return name
+    base, brace, labels = name.partition("{")
+    return f"deepinfer_worker_{base}_total{brace}{labels}"
+
+
 def _after_the_step(effect: WorkerEffect) -> bool:
     return not isinstance(effect, RunStep)
 
@@ -179,10 +187,7 @@ class WorkerShell:
     def counters(self) -> dict[str, float]:
         """Counts since this life began, and its gauges, by the names they are exported under."""
         counts = {**self.core.metrics(), "kv_saturations": self._device.kv_saturations}
-        return self._gauges | {
-            name if name in SWAP_COUNTERS else f"deepinfer_worker_{name}_total": float(count)
-            for name, count in counts.items()
-        }
+        return self._gauges | {exported(name): float(count) for name, count in counts.items()}
 
     async def stop(self) -> None:
         """Close the links and end the engine's thread after its step."""

@@ -14,6 +14,7 @@ from deepinfer.kvstore.core.ids import Run, StoreId, Ticket, WorkerRef
 from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
@@ -36,6 +37,8 @@ from deepinfer.workers.prefetch import Prefetcher
 
 log = logging.getLogger(__name__)
 
+PRECISIONS = tuple(precision.value for precision in Precision)
+
 _T = TypeVar("_T")
 
 
@@ -45,8 +48,6 @@ class KvIdentity:
 
     model: str
     """Fingerprint of config and weights."""
-    precision: str = "fp16"
-    """The mode that the weights compute in."""
     key_scales: str = ""
     """Names the powers of two that K is kept times (``KeyScales.digest``); empty: none."""
 
@@ -65,7 +66,7 @@ class KvIdentity:
             blocks=len(effect.block_ids),
             token_ids=effect.token_ids,
             state=effect.state,
-            precision=self.precision,
+            precision=effect.precision.value,
             model=self.model,
             run=effect.run,
         )
@@ -78,7 +79,6 @@ class KvIdentity:
             "encoding": (manifest.encoding, "native"),
             "layout": (manifest.layout, self.layout(layout)),
             "block_bytes": (manifest.block_bytes, layout.block_bytes),
-            "precision": (manifest.precision, self.precision),
             "model": (manifest.model, self.model),
             "run": (manifest.run, effect.ticket.run),
             "blocks": (manifest.blocks, layout.blocks_for(manifest.tokens)),
@@ -86,6 +86,9 @@ class KvIdentity:
         for name, (found, wanted) in pairs.items():
             if found != wanted:
                 return f"manifest.{name} = {found!r}, here it must be {wanted!r}"
+        if manifest.precision not in PRECISIONS:
+            legal = ", ".join(PRECISIONS)
+            return f"manifest.precision = {manifest.precision!r}, must be one of {legal}"
         if manifest.blocks > len(effect.block_ids):
             return f"{manifest.blocks} blocks, room for {len(effect.block_ids)}"
         return None
@@ -356,6 +359,7 @@ def _fetched(
         manifest.blocks,
         copy_us,
         manifest.payload_bytes,
+        precision=Precision(manifest.precision),
         ahead=ahead,
     )
 

@@ -26,6 +26,12 @@ from deepinfer.kvstore.core.messages import (
     Usage,
     WorkerReport,
 )
+from deepinfer.kvstore.core.precision import (
+    PrecisionLevel,
+    PrecisionRule,
+    PrecisionSettings,
+    resolve_policy,
+)
 from deepinfer.kvstore.core.requests import RequestRecord, SamplingParams, Token
 from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
 from deepinfer.proto.bundle import unbundled
@@ -108,6 +114,7 @@ def _token_to(token: Token) -> link_pb2.LinkToken:
         logprob=token.logprob,
         top_ids=[token_id for token_id, _ in token.top],
         top_logprobs=[logprob for _, logprob in token.top],
+        precision=token.precision.rank,
     )
 
 
@@ -205,6 +212,7 @@ def report_to(report: WorkerReport, counters: Mapping[str, float]) -> control_pb
         residents=map(_level_to, report.residents),
         departed=map(_departed_to, report.departed),
         usage=map(_usage_to, report.usage),
+        precision=None if report.precision is None else _precision_to(report.precision),
         counters=counters,
     )
 
@@ -231,6 +239,24 @@ def _departed_to(departed: Departed) -> control_pb2.Departed:
     )
 
 
+def _precision_to(said: PrecisionLevel) -> control_pb2.PrecisionLevel:
+    tokens_fp16, tokens_mixed, tokens_fp8 = said.tokens
+    ms_fp16, ms_mixed, ms_fp8 = said.ms
+    return control_pb2.PrecisionLevel(
+        level=said.level,
+        levels=said.levels,
+        ratio=said.ratio,
+        remark=said.remark,
+        switches=said.switches,
+        tokens_fp16=tokens_fp16,
+        tokens_mixed=tokens_mixed,
+        tokens_fp8=tokens_fp8,
+        ms_fp16=ms_fp16,
+        ms_mixed=ms_mixed,
+        ms_fp8=ms_fp8,
+    )
+
+
 def _usage_to(usage: Usage) -> control_pb2.Usage:
     return control_pb2.Usage(
         seq=seq_to(usage.seq),
@@ -242,5 +268,29 @@ def _usage_to(usage: Usage) -> control_pb2.Usage:
 
 
 def reply_from(said: control_pb2.ReportReply) -> ReportReply:
-    """Read the controller's answer; what it says to gateways only is not for a worker."""
-    return ReportReply(epoch=said.epoch, number=said.number, resync=said.resync)
+    """Read the controller's answer; what it says to gateways only is not for a worker.
+
+    Raises PrecisionError for a rule that no controller may give.
+    """
+    return ReportReply(
+        epoch=said.epoch,
+        number=said.number,
+        resync=said.resync,
+        precision=_rule_from(said.precision) if said.HasField("precision") else None,
+    )
+
+
+def _rule_from(said: control_pb2.PrecisionRule) -> PrecisionRule:
+    return PrecisionRule(
+        settings=PrecisionSettings(
+            policy=resolve_policy(said.policy),
+            level_max=said.level_max,
+            threshold_tokens=said.threshold_tokens,
+            ttft_target_ms=said.ttft_target_ms,
+            tpot_target_ms=said.tpot_target_ms,
+            dwell_ms=said.dwell_ms,
+        ),
+        waiting_tokens=said.waiting_tokens,
+        waiting_ms=said.waiting_ms,
+        shed=said.shed,
+    )

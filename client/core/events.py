@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.messages import ToClient
+from deepinfer.kvstore.core.precision import Precision
 
 # ---- events --------------------------------------------------------------------------------
 
@@ -82,6 +83,8 @@ class OpenResume(NamedTuple):
     """The token ids that the client has, for each choice in order."""
     scored: int = 0
     """How many prompt tokens' log-probabilities the client has."""
+    precisions: tuple[tuple[Precision, ...], ...] = ()
+    """In which modes these tokens were generated, for each choice; () if all of them in FP16."""
 
 
 class CloseStream(NamedTuple):

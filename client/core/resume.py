@@ -37,6 +37,7 @@ from deepinfer.kvstore.core.messages import (
     PromptDelta,
     ToClient,
 )
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import FinishReason
 
 
@@ -64,6 +65,10 @@ class ClientCore:
         self._endpoints = endpoints
         self._endpoint = 0
         self._tokens: list[list[int]] = [[] for _ in range(choices)]
+        self._precisions: list[list[Precision]] = [[] for _ in range(choices)]
+        """In which mode each of them was generated."""
+        self._reduced = False
+        """Whether any of them was not in FP16."""
         self._scored = 0
         """Prompt tokens' log-probabilities received, from the second token on."""
         self._finishes: list[FinishReason | None] = [None] * choices
@@ -155,6 +160,7 @@ class ClientCore:
                     self._attempt,
                     tuple(tuple(tokens) for tokens in self._tokens),
                     self._scored,
+                    self.precisions() if self._reduced else (),
                 )
             )
         self._wait(now_ms + self.config.accept_timeout_ms)
@@ -308,6 +314,9 @@ class ClientCore:
             return
         self._progressed(now_ms)
         have.extend(said)
+        precisions = [token.precision for token in delta.tokens]
+        self._precisions[choice].extend(precisions)
+        self._reduced = self._reduced or any(p is not Precision.FP16 for p in precisions)
         self._effects.append(Deliver(delta))
 
     def _finished(self, message: Finished, now_ms: int) -> None:
@@ -403,6 +412,10 @@ class ClientCore:
         """The token ids received so far, for each choice."""
         return tuple(tuple(tokens) for tokens in self._tokens)
 
+    def precisions(self) -> tuple[tuple[Precision, ...], ...]:
+        """The modes in which these tokens were generated, for each choice."""
+        return tuple(tuple(precisions) for precisions in self._precisions)
+
     def request(self) -> RequestId | None:
         """The request's id, once it was accepted."""
         return None if self._accepted is None else self._accepted.request
@@ -411,6 +424,8 @@ class ClientCore:
         """Raise AssertionError if an invariant does not hold."""
         assert not self._effects, "effects are handed out with the event that caused them"
         assert not (self._open and self._retry_ms is not None), "open, and waiting to open"
+        for tokens, precisions in zip(self._tokens, self._precisions, strict=True):
+            assert len(tokens) == len(precisions), "a token without its precision"
         if self._accepted is None:
             assert not any(self._tokens), "tokens before Accepted"
         if not self._over and self._attempt and not self._open:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from deepinfer.kvstore.core.precision import PrecisionSettings
 
 RESERVES = ("growth", "full")
 VICTIM_POLICIES = ("lru", "youngest", "cost")
@@ -58,6 +60,8 @@ class ControllerConfig:
     """An exact request for which no planes have returned for so long ends with an error."""
     retry_ms: int = 1000
     """Pause after a refused or failed swap-out before its store is asked again."""
+    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
+    """The policy that nested weights follow, and its parameters."""
     prefetch_bytes_max: int = 256 * 2**20
     """Longest payload that a worker is told to fetch ahead of its resume; 0: none is."""
     prefetch_renew_ms: int = 10_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.controller.core import (
     levels,
     placement,
+    precision,
     prefetch,
     reconcile,
     residents,
@@ -105,13 +106,10 @@ class ControllerCore:
         world = self._world
         disown: tuple[Disown, ...] = ()
         reject: tuple[Reject, ...] = ()
-        precision: PrecisionRule | None = None
+        rule: PrecisionRule | None = None
         if isinstance(report, WorkerReport):
             peer = Peer(PeerKind.WORKER, report.worker, report.incarnation)
             verdict = residents.worker_report(world, report)
-            planes = world.pools.get(report.worker).planes
-            if planes is not None:
-                precision = PrecisionRule(shed=planes.wanted)
         elif isinstance(report, StoreReport):
             peer = Peer(PeerKind.STORE, report.store, report.incarnation)
             verdict = levels.store_report(world, report)
@@ -126,6 +124,8 @@ class ControllerCore:
             self._settle()
             gateway = world.gateways[report.gateway]
             disown, reject = tuple(gateway.disown.values()), tuple(gateway.reject.values())
+        elif isinstance(report, WorkerReport):
+            rule = precision.rule(world, world.pools.get(report.worker))
         return Reply(
             peer,
             ReportReply(
@@ -134,7 +134,7 @@ class ControllerCore:
                 resync=verdict is Verdict.RESYNC,
                 disown=disown,
                 reject=reject,
-                precision=precision,
+                precision=rule,
             ),
         )
 

@@ -14,6 +14,7 @@ from deepinfer.controller.core.peers import Link
 from deepinfer.controller.core.planes import Planes
 from deepinfer.kvstore.core.ids import NodeId, Seq, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import ResidentLevel, Usage, WorkerReport
+from deepinfer.kvstore.core.precision import PrecisionLevel
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -27,8 +28,8 @@ class Worker:
     __slots__ = ("alive", "block_bytes", "block_size", "blocks_free", "blocks_short",
                  "blocks_total", "cold", "deaf_until_ms", "draining", "earmarks", "full_blocks",
                  "held", "id", "jobs", "link", "node", "open_posted", "ordered_drain",
-                 "pending", "planes", "ref", "residents", "room_posted", "room_tried", "silent",
-                 "stalled", "usage", "watch_ms")  # fmt: skip
+                 "pending", "planes", "precision", "ref", "residents", "room_posted", "room_tried",
+                 "silent", "stalled", "usage", "watch_ms")  # fmt: skip
 
     def __init__(self, worker: WorkerId) -> None:
         self.id = worker
@@ -47,6 +48,8 @@ class Worker:
         self.planes: Planes | None = None
         """Of nested weights: where the lower planes are, and whether they should be away."""
         self.stalled = False
+        self.precision: PrecisionLevel | None = None
+        """Of nested weights; None: they are not."""
         self.draining = False
         self.ordered_drain = False
         self.residents: dict[Seq, ResidentLevel] = {}
@@ -132,6 +135,7 @@ class Worker:
         self.blocks_free = report.blocks_free
         self.blocks_short = report.blocks_short
         self.stalled = report.stalled
+        self.precision = report.precision
         self.draining = report.draining or self.ordered_drain
         self.usage = report.usage
         self.alive = True

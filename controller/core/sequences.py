@@ -124,11 +124,13 @@ class Sequence:
                  "expected", "expected_store", "expected_until_ms", "hinted", "home", "level",
                  "not_before_ms", "orphan_since_ms", "owner", "place", "planes_since_ms", "preempt",
                  "queue_capacity", "queued", "recovering", "rejected", "residents", "run", "seq",
-                 "state", "swap", "swaps", "tickets", "tokens_min", "unfit_since_ms",
+                 "since_ms", "state", "swap", "swaps", "tickets", "tokens_min", "unfit_since_ms",
                  "wake_ms")  # fmt: skip
 
-    def __init__(self, seq: Seq) -> None:
+    def __init__(self, seq: Seq, now_ms: int) -> None:
         self.seq = seq
+        self.since_ms = now_ms
+        """When this controller first heard of it."""
         self.state = State.WAITING
         # Facts.
         self.claims: dict[GatewayId, RequestLevel] = {}

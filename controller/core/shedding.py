@@ -21,6 +21,7 @@ from deepinfer.controller.core.pools import Worker
 from deepinfer.controller.core.sequences import RUNNING, Sequence
 from deepinfer.controller.core.world import World
 from deepinfer.kvstore.core.messages import Reject, RejectReason, WorkerReport
+from deepinfer.kvstore.core.precision import Policy
 from deepinfer.kvstore.core.shed import ShedState
 from deepinfer.kvstore.core.states import State
 
@@ -34,6 +35,9 @@ def learn(world: World, worker: Worker, report: WorkerReport) -> None:
     if level is None:
         worker.planes = None
         return
+    permitted = permits(world, worker)
+    if not permitted:
+        level = level._replace(tail_blocks=0)
     world.any_planes = True
     planes = worker.planes
     if planes is None:
@@ -41,12 +45,22 @@ def learn(world: World, worker: Worker, report: WorkerReport) -> None:
         changed = True
     else:
         changed = planes.learn(level, world.now_ms)
+    assert worker.planes is not None
+    worker.planes.wanted = worker.planes.wanted and permitted
     if level.state is not ShedState.SHEDDING and level.state is not ShedState.HELD:
         world.shedding.pop(worker.id, None)
     if changed:
         for seq in [*worker.residents, *worker.pending]:
             if is_exact(world.sequences[seq]):
                 world.dirty[seq] = None
+
+
+def permits(world: World, worker: Worker) -> bool:
+    """Whether the policy lets the worker run at the top level for as long as it takes."""
+    config, precision = world.config, worker.precision
+    top = 0 if precision is None else precision.levels - 1
+    settings = config.precision
+    return config.shed and settings.policy is not Policy.FP16 and settings.level_max >= top > 0
 
 
 def review(world: World, worker: Worker) -> None:
@@ -60,9 +74,13 @@ def review(world: World, worker: Worker) -> None:
     planes.weigh(bool(worker.blocks_short or worker.cold or waits), over_ms, world.now_ms)
     if waits and not runs_exact(worker) and _exact_waits(world):
         world.pools.roomier = True  # time alone may let it in
-    if _exact_runs(world, worker) or not world.config.shed:
+    policy = world.config.precision.policy
+    loss = 0.0 if policy is Policy.FP8 else LOSS
+    if _exact_runs(world, worker):
         _want(world, worker, planes, False)
     elif planes.wanted:
+        if policy is Policy.FP8:
+            return  # nothing is gained by planes that only an exact request would read
         if level.state is ShedState.OPEN and _may_return(world, worker, planes, waits, over_ms):
             _want(world, worker, planes, False)
     elif _exact_there(world, worker):
@@ -71,7 +89,7 @@ def review(world: World, worker: Worker) -> None:
         level.state is ShedState.HELD
         and len(world.shedding) * AT_ONCE <= len(world.pools.workers)
         and world.now_ms >= planes.since_ms + over_ms
-        and worthwhile(planes.crossed_blocks, planes.waited_ms, level, over_ms, LOSS)
+        and worthwhile(planes.crossed_blocks, planes.waited_ms, level, over_ms, loss)
     ):
         _want(world, worker, planes, True)
 

@@ -89,6 +89,7 @@ def _worker(worker: Worker) -> dict[str, object]:
         "blocks_total": worker.blocks_total,
         "blocks_free": worker.blocks_free,
         "blocks_short": worker.blocks_short,
+        "precision": None if worker.precision is None else worker.precision._asdict(),
         "residents": len(worker.residents),
         "pending": len(worker.pending),
         "swapped_from_here": len(worker.cold),

@@ -25,6 +25,7 @@ from deepinfer.kvstore.core.messages import Order, Release, Reserve
 from deepinfer.kvstore.core.states import State
 
 if TYPE_CHECKING:
+    from deepinfer.controller.core.precision import Waiting
     from deepinfer.controller.core.prefetch import Hint
 
 
@@ -61,6 +62,8 @@ class World:
         """Swap-outs that wait for their store's word."""
         self.hints: dict[WorkerId, Hint] = {}
         """What each worker was told to fetch ahead."""
+        self.waiting: Waiting | None = None
+        """What the workers are told of the line."""
         self.look_ahead_ms = 0
         """When that is looked over again."""
         self.effects: list[Effect] = []
@@ -119,7 +122,7 @@ class World:
         """The record of a sequence, made if it is new."""
         found = self.sequences.get(seq)
         if found is None:
-            found = self.sequences[seq] = Sequence(seq)
+            found = self.sequences[seq] = Sequence(seq, self.now_ms)
             found.orphan_since_ms = self.now_ms
             self.states[found.state] += 1
         return found

@@ -1,9 +1,10 @@
 """What every client has been told, held against what it may be told.
 
-Without noise the whole answer is known in advance, and every token is compared with it. With
-noise, where a token that is computed twice may come out differently, each token carries evidence
-of what it was sampled from: it must be exactly what its client has, and the runs that speak on one
-stream never go back.
+Without noise, and where weights do not give way, the whole answer is known in advance, and every
+token is compared with it. With noise, where a token that is computed twice may come out
+differently, each token carries evidence of what it was sampled from: it must be exactly what its
+client has, and the runs that speak on one stream never go back. It also says in which mode it was
+sampled, and so shows what the shares in the end have to be.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepinfer.deploy.sim.model import chain, evidence, kv_of, whole_answer
+from deepinfer.gateway.core.events import ChoiceUsage
 from deepinfer.kvstore.core.ids import RequestId, Run, Seq
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
 
 
@@ -26,6 +29,10 @@ class _Told:
     kv: int
     """The KV behind the last token."""
     tokens: list[int] = field(default_factory=list)
+    precisions: list[Precision] = field(default_factory=list)
+    """In which mode each of them was generated."""
+    usage: ChoiceUsage | None = None
+    """What a gateway has summed up last."""
     scored: int = 0
     """Prompt tokens whose log-probabilities it has."""
     run: int = 0
@@ -35,10 +42,12 @@ class _Told:
 class History:
     """Requests by id, and what each client has received."""
 
-    __slots__ = ("_answers", "_noisy", "_records", "_stop_pairs", "_told", "client_of")
+    __slots__ = ("_answers", "_nested", "_noisy", "_records", "_stop_pairs", "_told", "client_of")
 
-    def __init__(self, *, noisy: bool) -> None:
+    def __init__(self, *, noisy: bool, nested: bool = False) -> None:
         self._noisy = noisy
+        self._nested = nested
+        """The weights give way: only answers of exact requests are known in advance."""
         self._answers: dict[Seq, tuple[int, ...]] = {}
         self._records: dict[RequestId, RequestRecord] = {}
         self._stop_pairs: dict[RequestId, tuple[int, int] | None] = {}
@@ -69,12 +78,15 @@ class History:
         if tuple(tokens[: len(prompt)]) != prompt[: len(tokens)]:
             raise ViolationError(f"{seq} is computed from {tokens}, its prompt is {prompt}")
         generated = tuple(tokens[len(prompt) :])
-        if not self._noisy and generated != self._answer(seq)[: len(generated)]:
+        if self._foreknown(record) and generated != self._answer(seq)[: len(generated)]:
             raise ViolationError(f"{seq} goes on with {generated}, should be {self._answer(seq)}")
         if len(generated) > record.sampling.max_tokens:
             raise ViolationError(
                 f"{seq} has {len(generated)} of {record.sampling.max_tokens} tokens"
             )
+
+    def _foreknown(self, record: RequestRecord) -> bool:
+        return not self._noisy and (record.exact or not self._nested)
 
     def _answer(self, seq: Seq) -> tuple[int, ...]:
         found = self._answers.get(seq)
@@ -138,8 +150,9 @@ class History:
             if token.logprob is not None:
                 self._check_origin(client, seq, told, token)
             told.tokens.append(token.id)
+            told.precisions.append(token.precision)
             told.kv = chain(told.kv, token.id)
-        if not self._noisy and tuple(told.tokens) != self._answer(seq)[: len(told.tokens)]:
+        if self._foreknown(record) and tuple(told.tokens) != self._answer(seq)[: len(told.tokens)]:
             raise ViolationError(
                 f"{client}: {seq} got {told.tokens}, should be {self._answer(seq)}"
             )
@@ -151,7 +164,12 @@ class History:
                 f"{client}: {seq} token {len(told.tokens)} was sampled behind other tokens"
                 f" than {told.tokens}"
             )
-        ((run, _),) = token.top
+        ((run, rank),) = token.top
+        if token.precision.rank != rank:
+            raise ViolationError(
+                f"{client}: {seq} token {len(told.tokens)} is called {token.precision.value},"
+                f" its step was of rank {rank:g}"
+            )
         if run < told.run:
             raise ViolationError(
                 f"{client}: {seq} token {len(told.tokens)} comes from run {run},"
@@ -170,6 +188,23 @@ class History:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= record.sampling.max_tokens else None
 
+    def accounted(self, client: str, choice: int, usage: ChoiceUsage) -> None:
+        """A gateway tells the client what a choice has cost, with its end."""
+        told = self._told.get((client, choice))
+        if told is not None:
+            told.usage = usage
+
+    def _check_shares(self, client: str, seq: Seq, told: _Told) -> None:
+        usage = told.usage
+        if usage is None:
+            return
+        found = usage.completion_tokens, usage.tokens_mixed, usage.tokens_fp8
+        count = told.precisions.count
+        if found != (len(told.tokens), count(Precision.MIXED), count(Precision.FP8)):
+            raise ViolationError(
+                f"{client}: {seq} is told of {found} tokens, mixed and FP8 ones: {told.precisions}"
+            )
+
     def finished(
         self, client: str, seq: Seq, reason: FinishReason, *, provoked: tuple[FinishReason, ...]
     ) -> None:
@@ -181,6 +216,7 @@ class History:
         if told.finish is not None:
             raise ViolationError(f"{client}: {seq} ended twice: {told.finish}, {reason}")
         told.finish = reason
+        self._check_shares(client, seq, told)
         due = self._ended(seq, told.tokens)
         if reason is not due and reason not in provoked:
             raise ViolationError(

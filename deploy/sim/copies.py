@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from deepinfer.deploy.sim.checker import ViolationError
-from deepinfer.deploy.sim.model import kv_of
+from deepinfer.deploy.sim.model import kv_in, kv_of, rank_in
 from deepinfer.deploy.sim.store_host import Block, Mapped, Mapping, PutStream, Slab, hash_blocks
 from deepinfer.kvstore.core.events import BeginGet, BeginPut, FinishPut, GetGrant, PutGrant, PutId
 from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreReply, StoreStatus
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.workers.core.events import (
     FetchDone,
     FetchPayload,
@@ -91,8 +92,14 @@ class Put:
         block = tuple(worker.pool[asked.block_ids[number]])
         if number == 0:
             worker.world.history.check_sequence(asked.seq, list(asked.token_ids))
-        if block[: end - start] != tuple(kv_of(asked.token_ids)[start:end]):
+        seq, values = asked.seq, block[: end - start]
+        if list(map(kv_in, values)) != kv_of(asked.token_ids)[start:end]:
             raise ViolationError(f"{worker}: {asked.seq} swaps out KV that is not its own")
+        worst, exact = max(map(rank_in, values)), worker.world.history.record(seq.request).exact
+        if worst > asked.precision.rank or (exact and asked.precision.rank):
+            raise ViolationError(
+                f"{worker}: {asked.seq} swaps out KV of rank {worst} as {asked.precision.value}"
+            )
         self._copied.append(block)
         return block
 
@@ -178,7 +185,7 @@ class Put:
             payload_bytes=len(self._copied) * world.block_bytes,
             token_ids=self._asked.token_ids,
             state=self._asked.state,
-            precision="fp16",
+            precision=self._asked.precision.value,
             model="sim",
             run=self._asked.run,
             group_blocks=len(self._copied),
@@ -317,7 +324,17 @@ class Fetch:
         payload_bytes = done * worker.world.block_bytes
         used = self._used_ahead if asked.ahead else None
         worker.fetch_done(
-            FetchDone(asked.ticket, asked.run, status, token_ids, done, 1, payload_bytes, "", used)
+            FetchDone(
+                asked.ticket,
+                asked.run,
+                status,
+                token_ids,
+                done,
+                1,
+                payload_bytes,
+                precision=Precision(manifest.precision) if manifest else Precision.FP16,
+                ahead=used,
+            )
         )
 
 

@@ -31,7 +31,7 @@ from deepinfer.gateway.core.events import (
 )
 from deepinfer.gateway.core.gateway import GatewayCore
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, RequestId, Seq, StreamId, WorkerRef
-from deepinfer.kvstore.core.messages import ReportReply
+from deepinfer.kvstore.core.messages import Finished, ReportReply
 from deepinfer.kvstore.core.requests import RequestRecord
 
 if TYPE_CHECKING:
@@ -115,9 +115,17 @@ class GatewayHost(Reporter):
             # The client sends the whole request again; the key says that it is this one.
             first = self.world.history.record(asked.request)
             record = dataclasses.replace(first, arrival_ms=min(first.arrival_ms, self.now_ms))
-            key, claim, received = asked.resume_key, asked.claim, asked.received
             self.drive(
-                Resume(name, record, key, claim, received, client.wants_notices, asked.scored)
+                Resume(
+                    name,
+                    record,
+                    asked.resume_key,
+                    asked.claim,
+                    asked.received,
+                    client.wants_notices,
+                    asked.scored,
+                    asked.precisions,
+                )
             )
         else:
             record = self._mint(client)
@@ -158,6 +166,8 @@ class GatewayHost(Reporter):
         if held is None:
             return
         stream, client = held
+        if effect.usage is not None and isinstance(effect.message, Finished):
+            self.world.history.accounted(client.name, effect.message.choice, effect.usage)
         stream.send(self, effect.message)
         self.after(1 + client.plan.read_ms, self._written, effect.stream)
 

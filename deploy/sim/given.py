@@ -38,7 +38,6 @@ def plan_of(given: list[str]) -> Plan:
                         max_batch_seqs=int(options.get("seqs", "8")),
                         step_ms=int(options.get("step", "5")),
                         copy_ms=int(options.get("copy", "3")),
-                        levels=int(options.get("levels", "1")),
                         tail_blocks=int(options.get("tail", "0")),
                         return_ms=int(options.get("return", "0")),
                         return_fails=float(options.get("fails", "0")),
@@ -84,6 +83,14 @@ def plan_of(given: list[str]) -> Plan:
         cpu_offload=True,
         prefetch_blocks=64,
         policy="lru",
+        levels=1,
+        costs=True,
+        precision="slo",
+        level_max=5,
+        threshold_tokens=1024,
+        ttft_target_ms=2000,
+        tpot_target_ms=100,
+        dwell_ms=0,
         prefix_cache=False,
         report_ms=100,
         clock_skew_ms=0,
@@ -120,7 +127,7 @@ def _client(name: str, number: int, options: dict[str, str]) -> ClientPlan:
         vanish_after_ms=None,
         cut_after_ms=(),
         priority=int(options.get("priority", "0")),
-        exact="exact" in options,
+        exact=options.get("exact", "false") == "true",
     )
 
 

@@ -33,11 +33,26 @@ def kv_of(tokens: Sequence[int]) -> list[int]:
     return out
 
 
+def stored(kv: int, rank: int) -> int:
+    """What a pool keeps of a position: its KV, and the worst precision that is behind it."""
+    return kv << 2 | rank
+
+
+def kv_in(value: int) -> int:
+    """The KV in what a pool keeps."""
+    return value >> 2
+
+
+def rank_in(value: int) -> int:
+    """The rank of the worst precision behind it."""
+    return value & 3
+
+
 def sample(kv: int, record: RequestRecord, choice: int, index: int, noise: int = 0) -> int:
     """The generated token number ``index``, given the KV of the position before it.
 
-    ``noise`` (0 to 7) stands for what differs between two computations of the same step on real
-    hardware.
+    ``noise`` (0 to 7) stands for what differs between two computations of the same step, on real
+    hardware or in another precision.
     """
     draw = chain(kv, (record.seed * 64 + choice) * 8 + noise) >> 7
     token = draw % VOCABULARY
@@ -60,10 +75,10 @@ def whole_answer(record: RequestRecord, choice: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def evidence(kv: int, run: Run) -> tuple[float, tuple[tuple[int, float], ...]]:
+def evidence(kv: int, run: Run, rank: int = 0) -> tuple[float, tuple[tuple[int, float], ...]]:
     """What a sampled token says about its origin, in the fields of a token's log-probabilities.
 
     The first names the KV it was sampled from, and so every token before it; the second names the
-    run that did it.
+    run that did it, and the rank of the precision in which it did.
     """
-    return float(kv >> 14), ((run.epoch * 1_000_000 + run.counter, 0.0),)
+    return float(kv >> 14), ((run.epoch * 1_000_000 + run.counter, float(rank)),)

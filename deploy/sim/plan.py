@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from deepinfer.deploy.sim.model import EOS, VOCABULARY
 
@@ -28,10 +29,8 @@ class WorkerPlan:
     step_ms: int
     copy_ms: int
     """Longest time that the copy of one block takes, in either direction."""
-    levels: int = 1
-    """Above 1 its weights are nested."""
     tail_blocks: int = 0
-    """Blocks that it gains while its lower planes are away."""
+    """Blocks that it gains while the lower planes of its nested weights are away."""
     return_ms: int = 0
     """Least time of their copy back; twice that is the longest."""
     return_fails: float = 0.0
@@ -114,6 +113,17 @@ class Plan:
     prefetch_blocks: int
     """Longest payload that is fetched ahead; 0: none."""
     policy: str
+    levels: int
+    """Of the weights' precision; 1: they are not nested."""
+    costs: bool
+    """Whether the workers know what their steps take at each level."""
+    precision: str
+    """The policy that they follow."""
+    level_max: int
+    threshold_tokens: int
+    ttft_target_ms: int
+    tpot_target_ms: int
+    dwell_ms: int
     prefix_cache: bool
     report_ms: int
     clock_skew_ms: int
@@ -178,7 +188,9 @@ def draw(seed: int) -> Plan:
         )
         for i in range(rng.choice((1, 2, 2, 3)))
     )
-    workers = tuple(_nested(worker, shedding) for worker in workers)
+    precision = _precision(Random(f"precision {seed}"))
+    if precision["levels"] > 1:
+        workers = tuple(_nested(worker, shedding) for worker in workers)
     largest = max(worker.blocks + worker.tail_blocks for worker in workers)
     if any(worker.tail_blocks for worker in workers):
         largest = max(2, largest // shedding.choice((1, 1, 2, 3)))
@@ -226,6 +238,7 @@ def draw(seed: int) -> Plan:
         cpu_offload=rng.random() < 0.95,
         prefetch_blocks=Random(f"prefetch {seed}").choice((0, 2, 64, 64, 64)),
         policy=rng.choice(("lru", "lru", "youngest", "cost")),
+        **precision,
         prefix_cache=rng.random() < 0.7,
         clock_skew_ms=rng.choice((0, 0, 50, 1000)),
         report_ms=rng.choice((50, 100)),
@@ -237,16 +250,27 @@ def draw(seed: int) -> Plan:
     )
 
 
+def _precision(rng: Random) -> dict[str, Any]:
+    """What concerns the weights' precision."""
+    return {
+        "levels": rng.choice((1, 2, 2, 3, 4)),
+        "costs": rng.random() < 0.9,
+        "precision": rng.choice(("fp16", "fp8", "threshold", "slo", "slo", "slo")),
+        "level_max": rng.choice((1, 1, 5)),
+        "threshold_tokens": rng.choice((0, 1, 3, 8)),
+        "ttft_target_ms": rng.choice((10, 100, 1000)),
+        "tpot_target_ms": rng.choice((2, 8, 20, 50)),
+        "dwell_ms": rng.choice((0, 20, 200)),
+    }
+
+
 def _nested(worker: WorkerPlan, rng: Random) -> WorkerPlan:
-    """Half of the workers have nested weights; of these, most can shed."""
+    """Three of four can shed."""
     chance = rng.random()
-    if chance < 0.5:
-        return worker
-    if chance < 0.6:
-        return replace(worker, levels=rng.choice((2, 3)), start_shed=chance < 0.55)
+    if chance < 0.25:
+        return replace(worker, start_shed=chance < 0.05)
     return replace(
         worker,
-        levels=rng.choice((2, 2, 3)),
         tail_blocks=rng.choice((1, 2, 4, 8)),
         return_ms=rng.choice((5, 30, 100, 300)),
         return_fails=rng.choice((0.0, 0.0, 0.3, 0.9)),

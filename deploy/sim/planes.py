@@ -29,7 +29,7 @@ class SimPlanes:
 
     def check_level(self, level: int) -> None:
         """A step that reads lower planes needs them."""
-        if level < self._worker.plan.levels - 1 and not self._here:
+        if level < self._worker.world.plan.levels - 1 and not self._here:
             raise ViolationError(f"{self._worker}: a step at level {level} without the planes")
 
     def check_blocks(self, blocks: tuple[int, ...]) -> None:

@@ -5,10 +5,10 @@ A story is a text file. Its first lines, up to ``given``, say what it shows. The
     given
         block size 2                        tokens in a block
         worker w0 blocks 3 [node n1] [chunk 2] [step 5]
-            levels 2 tail 4 return 50 [fails 0.5]   nested weights; or: without planes
+            [tail 4 return 50] [fails 0.5] [without planes]   if levels are set
         store s0 budget 8 [node n1] [tickets 4]   budget in blocks
         gateway g0
-        client c0 prompt 4 max 6 [choices 2] [shared 4] [exact yes]
+        client c0 prompt 4 max 6 [choices 2] [shared 4] [notices] [exact true]
         set min_residency_tokens 0          any field of Plan
 
     story

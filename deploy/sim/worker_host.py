@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.copies import Ahead, Fetch, Put
 from deepinfer.deploy.sim.host import Reporter
-from deepinfer.deploy.sim.model import evidence, kv_of, sample
+from deepinfer.deploy.sim.model import evidence, kv_in, kv_of, rank_in, sample, stored
 from deepinfer.deploy.sim.network import Stream
 from deepinfer.deploy.sim.plan import WorkerPlan
 from deepinfer.deploy.sim.planes import SimPlanes
@@ -24,6 +24,7 @@ from deepinfer.kvstore.core.ids import (
     WorkerRef,
 )
 from deepinfer.kvstore.core.messages import ReportReply, StoreReply, StoreStatus
+from deepinfer.kvstore.core.precision import precision_of
 from deepinfer.kvstore.core.requests import Token
 from deepinfer.workers.core.core import WorkerCore
 from deepinfer.workers.core.events import (
@@ -144,7 +145,8 @@ class WorkerHost(Reporter):
             left.append(
                 f"{self.name} has {numbers['blocks_free']} of {numbers['blocks_total']} blocks"
             )
-        if self.plan.tail_blocks and numbers["planes"] != "held":
+        away = self.plan.tail_blocks > 0 and numbers["planes"] != "held"
+        if away and self.world.plan.precision != "fp8":  # nobody else wants them back
             left.append(f"{self.name}'s planes are {numbers['planes']}")
         return left
 
@@ -191,9 +193,13 @@ class WorkerHost(Reporter):
 
     def _run_step(self, effect: RunStep) -> None:
         plan, step_ms = effect.plan, self.plan.step_ms
+        if not 0 <= plan.level < self.world.plan.levels:
+            raise ViolationError(
+                f"{self}: a step at level {plan.level} of {self.world.plan.levels}"
+            )
         self._planes.check_level(plan.level)
         delay = step_ms + self.engine.rng.randrange(step_ms)
-        contexts = [self._context(chunk) for chunk in plan.chunks]
+        contexts = [self._context(chunk, plan.level) for chunk in plan.chunks]
         if plan.moves:
             self.after(delay // 2, self._move, plan)
         else:
@@ -210,7 +216,7 @@ class WorkerHost(Reporter):
         for chunk, kv in zip(plan.chunks, contexts, strict=True):
             self._check_reads(chunk, kv)
 
-    def _context(self, chunk: Chunk) -> list[int]:
+    def _context(self, chunk: Chunk, level: int) -> list[int]:
         """The KV that the chunk must find and leave, by the tokens that the core has for it."""
         tokens = self.core.residents[chunk.seq].tokens
         end = chunk.start + len(chunk.token_ids)
@@ -222,20 +228,27 @@ class WorkerHost(Reporter):
         if chunk.sample and (end != len(tokens) or prompt_tokens + chunk.index != end):
             raise ViolationError(f"{self}: samples at the wrong place: {chunk}")
         self.world.history.check_sequence(chunk.seq, tokens[:end])
+        if chunk.record.exact and level != 0:
+            raise ViolationError(f"{self}: {chunk.seq} is exact, in a step at level {level}")
         return kv_of(tokens[:end])
 
     def _stepped(self, plan: StepPlan, contexts: list[list[int]]) -> None:
-        size = self.world.block_size
+        size, levels = self.world.block_size, self.world.plan.levels
         self._planes.check_level(plan.level)
+        step_rank = precision_of(plan.level, levels).rank
+        ranks = []
         for chunk, kv in zip(plan.chunks, contexts, strict=True):
-            self._check_reads(chunk, kv)
+            rank = max(step_rank, self._check_reads(chunk, kv))
+            ranks.append(rank)
             for position in range(chunk.start, len(kv)):
-                self.pool[chunk.block_table[position // size]][position % size] = kv[position]
+                block = self.pool[chunk.block_table[position // size]]
+                block[position % size] = stored(kv[position], rank)
         outputs, scores = [], []
-        for chunk, kv in zip(plan.chunks, contexts, strict=True):
+        for chunk, kv, rank in zip(plan.chunks, contexts, ranks, strict=True):
             self._check_reads(chunk, kv)
             if chunk.sample:
-                outputs.append(StepOutput(chunk.seq, chunk.run, self._sample(chunk, kv[-1])))
+                token = self._sample(chunk, kv[-1], rank, step_rank)
+                outputs.append(StepOutput(chunk.seq, chunk.run, token))
             if chunk.score_ids:
                 scores.append(StepScores(chunk.seq, chunk.run, self._score(chunk, kv)))
         self.drive(StepDone(plan.step, tuple(outputs), (), tuple(scores)))
@@ -249,25 +262,33 @@ class WorkerHost(Reporter):
             for token, behind in zip(chunk.score_ids, rows, strict=False)
         )
 
-    def _sample(self, chunk: Chunk, kv: int) -> Token:
-        run, noise = chunk.run, 0
+    def _sample(self, chunk: Chunk, kv: int, rank: int, step_rank: int) -> Token:
+        run, noise = chunk.run, rank
         if self.world.plan.noisy:  # two runs seldom agree, and one not always with itself
             noise = 2 * ((run.epoch + run.counter) % 4) + self.engine.rng.randrange(2)
         token = sample(kv, chunk.record, chunk.seq.choice, chunk.index, noise)
-        return Token(token, *evidence(kv, run))
+        return Token(token, *evidence(kv, run, step_rank))
 
-    def _check_reads(self, chunk: Chunk, kv: list[int]) -> None:
-        """Every chunk must find the KV of exactly the tokens before it, from begin to end."""
-        size = self.world.block_size
+    def _check_reads(self, chunk: Chunk, kv: list[int]) -> int:
+        """Every chunk must find the KV of exactly the tokens before it, from begin to end.
+
+        Returns the rank of the worst precision in it: an exact request's is the best.
+        """
+        size, worst = self.world.block_size, 0
         self._planes.check_blocks(chunk.block_table)
         for start in range(0, chunk.start, size):
             end = min(start + size, chunk.start)
             block = chunk.block_table[start // size]
-            if self.pool[block][: end - start] != kv[start:end]:
+            values = self.pool[block][: end - start]
+            if [kv_in(value) for value in values] != kv[start:end]:
                 raise ViolationError(
                     f"{self}: {chunk.seq} reads KV at {start}..{end - 1} of block {block}"
                     " that is not its own"
                 )
+            worst = max(worst, *map(rank_in, values))
+        if worst and chunk.record.exact:
+            raise ViolationError(f"{self}: {chunk.seq} is exact, and attends KV of rank {worst}")
+        return worst
 
     def _forget_seq(self, effect: ForgetSeq) -> None:
         """The model keeps nothing between steps."""

@@ -22,9 +22,19 @@ from deepinfer.deploy.sim.worker_host import WorkerHost
 from deepinfer.gateway.core.config import GatewayConfig
 from deepinfer.kvstore.core.config import StoreConfig
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, RequestId, StoreId, WorkerId
+from deepinfer.kvstore.core.precision import Policy, PrecisionSettings, StepCost
 from deepinfer.workers.core.config import WorkerConfig
 
 BLOCK_BYTES = 64
+
+
+def _costs(step_ms: int, levels: int) -> tuple[StepCost, ...]:
+    """What a worker believes of its steps: at the highest level they take half as long."""
+    shares = [1 - level / (2 * max(1, levels - 1)) for level in range(levels)]
+    return tuple(
+        StepCost((1, 8, 64), (1000.0 * step_ms * s, 1100.0 * step_ms * s, 3000.0 * step_ms * s))
+        for s in shares
+    )
 
 
 class World:
@@ -44,7 +54,7 @@ class World:
         self.engine = Engine(plan.seed)
         self._seeded_weather = SeededWeather(self.engine.rng, plan.weather)
         self.network = Network(self.engine, weather or self._seeded_weather, tape)
-        self.history = History(noisy=plan.noisy)
+        self.history = History(noisy=plan.noisy, nested=plan.levels > 1)
         self.workers = {p.name: WorkerHost(self, p) for p in plan.workers}
         self.stores = {p.name: StoreHost(self, p) for p in plan.stores}
         self.gateways = {name: GatewayHost(self, name) for name in plan.gateways}
@@ -73,6 +83,14 @@ class World:
             dead_ms=1500,
             orphan_grace_ms=1500,
             retry_ms=300,
+            precision=PrecisionSettings(
+                policy=Policy(plan.precision),
+                level_max=plan.level_max,
+                threshold_tokens=plan.threshold_tokens,
+                ttft_target_ms=plan.ttft_target_ms,
+                tpot_target_ms=plan.tpot_target_ms,
+                dwell_ms=plan.dwell_ms,
+            ),
             shed_dwell_ms=100,
             shed_calm_ms=50,
             shed_exact_wait_ms=plan.shed_exact_wait_ms,
@@ -86,6 +104,8 @@ class World:
             blocks_total=plan.blocks,
             block_size=self.block_size,
             block_bytes=BLOCK_BYTES,
+            levels=self.plan.levels,
+            costs=_costs(plan.step_ms, self.plan.levels) if self.plan.costs else (),
             max_batch_tokens=max(plan.max_batch_tokens, plan.max_batch_seqs),
             max_batch_seqs=plan.max_batch_seqs,
             prefill_chunk_tokens=plan.prefill_chunk_tokens,
@@ -101,7 +121,6 @@ class World:
             prefetch_bytes_max=self.plan.prefetch_blocks * BLOCK_BYTES,
             prefetch_keep_ms=1500,
             ended_max=1 if self.plan.tight else 1024,
-            levels=plan.levels,
             tail_blocks=plan.tail_blocks,
             return_ms=plan.return_ms,
             start_shed=plan.start_shed,
@@ -169,7 +188,8 @@ class World:
             workers = tuple(worker for worker in workers if not worker.start_shed)
             if not workers or self.plan.shed_exact_wait_ms < FINISH_MS:
                 return True
-        gains = 0 if plan.exact else 1
+        sheds = self.plan.precision != "fp16" and self.plan.level_max >= self.plan.levels - 1
+        gains = int(sheds and not plan.exact)
         pools = [worker.blocks + gains * worker.tail_blocks for worker in workers]
         least = min(pools) if self.plan.faults else max(pools)
         return -(-(len(plan.prompt_ids) + plan.max_tokens) // self.block_size) > least

@@ -17,6 +17,7 @@ from deepinfer.gateway.core.scores import PromptScores, Taken
 from deepinfer.gateway.core.usage import Meter
 from deepinfer.kvstore.core.ids import Run, Seq, StreamId, WorkerRef
 from deepinfer.kvstore.core.messages import RequestLevel, Tokens
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
 
 _RECORD_BYTES = 1_000
@@ -129,9 +130,26 @@ class Choice:
         """End here, with every token held."""
         self.finish, self.finish_message, self.finish_code = reason, message, code
 
-    def hold(self, received: tuple[int, ...], record: RequestRecord) -> None:
-        """Take what a client has for the truth, and its end too if these are all there will be."""
+    def tokens_in(self, precision: Precision) -> int:
+        """How many of the tokens were generated in that mode."""
+        return sum(1 for token in self.tokens if token.precision is precision)
+
+    def hold(
+        self,
+        received: tuple[int, ...],
+        precisions: tuple[Precision, ...],
+        record: RequestRecord,
+    ) -> None:
+        """Take what a client has for the truth, and its end too if these are all there will be.
+
+        ``precisions``: one a token, or () if all are FP16.
+        """
         self.tokens = [Token(token_id) for token_id in received]
+        if precisions:
+            self.tokens = [
+                token._replace(precision=precision)
+                for token, precision in zip(self.tokens, precisions, strict=True)
+            ]
         held = len(received)
         if held == 0:
             return

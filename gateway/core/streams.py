@@ -10,6 +10,7 @@ from deepinfer.gateway.core.events import Code, Effect, EndStream, ToStream
 from deepinfer.gateway.core.record import Entry
 from deepinfer.kvstore.core.ids import StreamId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, PromptDelta
+from deepinfer.kvstore.core.precision import Precision
 
 
 class Stream:
@@ -91,7 +92,11 @@ class Stream:
             self.stream,
             Finished(index, choice.finish, held, choice.finish_message, choice.finish_code),
             choice.meter.usage(
-                prompt_tokens=len(entry.record.prompt_ids), cached=choice.cached, tokens=held
+                prompt_tokens=len(entry.record.prompt_ids),
+                cached=choice.cached,
+                tokens=held,
+                tokens_mixed=choice.tokens_in(Precision.MIXED),
+                tokens_fp8=choice.tokens_in(Precision.FP8),
             ),
         )
 

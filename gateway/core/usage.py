@@ -140,7 +140,9 @@ class Meter:
                 pass
         return True
 
-    def usage(self, *, prompt_tokens: int, cached: int, tokens: int) -> ChoiceUsage:
+    def usage(
+        self, *, prompt_tokens: int, cached: int, tokens: int, tokens_mixed: int, tokens_fp8: int
+    ) -> ChoiceUsage:
         """Sum up."""
         since_ms = self.since_ms
 
@@ -151,6 +153,8 @@ class Meter:
             prompt_tokens=prompt_tokens,
             cached_tokens=min(cached, prompt_tokens),
             completion_tokens=tokens,
+            tokens_mixed=tokens_mixed,
+            tokens_fp8=tokens_fp8,
             ttft_ms=after(self.first_token_ms),
             last_token_ms=after(self.last_token_ms),
             swaps=self.swaps,

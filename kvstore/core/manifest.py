@@ -107,7 +107,7 @@ class Manifest:
     state: State
     """PREFILL or DECODE: where the sequence was."""
     precision: str
-    """The worst weight mode in the prefix chain, such as ``fp16`` or ``fp8``."""
+    """The worst weight mode in the prefix chain, a ``Precision``'s value; readers know which."""
     model: str
     """Fingerprint of the weights that computed it."""
     run: Run

@@ -43,7 +43,7 @@ from deepinfer.kvstore.core.ids import (
     WorkerId,
     WorkerRef,
 )
-from deepinfer.kvstore.core.precision import PrecisionRule
+from deepinfer.kvstore.core.precision import PrecisionLevel, PrecisionRule
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
 from deepinfer.kvstore.core.shed import ShedLevel
 from deepinfer.kvstore.core.states import State
@@ -130,6 +130,8 @@ class WorkerReport:
     departed: tuple[Departed, ...]
     usage: tuple[Usage, ...]
     """Every resident, in every report (complete or not)."""
+    precision: PrecisionLevel | None = None
+    """Of nested weights; None: they are not."""
     shed: ShedLevel | None = None
     """Where the weights' lower planes are; None: they always stay."""
 

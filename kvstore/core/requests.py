@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from deepinfer.kvstore.core.ids import RequestId, Seq
+from deepinfer.kvstore.core.precision import Precision
 
 CHOICES_MAX = 64
 LOGPROBS_MAX = 20
@@ -149,6 +150,8 @@ class Token(NamedTuple):
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     """The most likely ids with their log-probabilities, best first."""
+    precision: Precision = Precision.FP16
+    """The mode of the step that generated it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ def resident(arrival: int, prompt_tokens: int, max_tokens: int) -> Resident:
         arrival=arrival,
         order=Run(1, arrival),
         max_total_tokens=prompt_tokens + max_tokens,
+        since_ms=0,
         attachment=Attachment(0, 0, answered=True),
         state=State.PREFILL,
         record=RequestRecord(

@@ -3,11 +3,12 @@ is swapped out, the planes return, and only then does it take a step. Nobody los
 
 given
     block size 2
-    worker w0 blocks 6 levels 2 tail 4 return 50 step 20
+    worker w0 blocks 6 tail 4 return 50 step 20
     store s0 budget 16
     gateway g0
+    set levels 2
     client c0 prompt 4 max 14
-    client c1 prompt 2 max 4 exact yes
+    client c1 prompt 2 max 4 exact true
     set reserve_slack_tokens 8
 
 story

@@ -3,11 +3,12 @@ why, and the others go on.
 
 given
     block size 2
-    worker w0 blocks 6 levels 2 tail 4 return 50 step 20 fails 1
+    worker w0 blocks 6 tail 4 return 50 step 20 fails 1
     store s0 budget 16
     gateway g0
+    set levels 2
     client c0 prompt 4 max 14
-    client c1 prompt 2 max 4 exact yes
+    client c1 prompt 2 max 4 exact true
     set shed_exact_wait_ms 500
 
 story

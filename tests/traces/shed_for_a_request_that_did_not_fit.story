@@ -3,9 +3,10 @@ runs in their bytes, and when it has ended they come back.
 
 given
     block size 2
-    worker w0 blocks 6 levels 2 tail 4 return 50
+    worker w0 blocks 6 tail 4 return 50
     store s0 budget 8
     gateway g0
+    set levels 2
     client c0 prompt 4 max 14
 
 story

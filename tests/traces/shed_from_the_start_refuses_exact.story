@@ -2,11 +2,12 @@ A worker that never had lower planes runs everybody at the top level, and nobody
 
 given
     block size 2
-    worker w0 blocks 6 levels 2 without planes
+    worker w0 blocks 6 without planes
     store s0 budget 16
     gateway g0
+    set levels 2
     client c0 prompt 4 max 4
-    client c1 prompt 2 max 4 exact yes
+    client c1 prompt 2 max 4 exact true
 
 story
     come c0

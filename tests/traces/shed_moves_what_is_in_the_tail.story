@@ -3,12 +3,13 @@ ordinary ones, which another request has left, and it is not swapped out.
 
 given
     block size 2
-    worker w0 blocks 6 levels 2 tail 8 return 10 step 20
+    worker w0 blocks 6 tail 8 return 10 step 20
     store s0 budget 16
     gateway g0
+    set levels 2
     client c0 prompt 4 max 14
     client c1 prompt 2 max 8
-    client c2 prompt 2 max 2 exact yes
+    client c2 prompt 2 max 2 exact true
 
 story
     come c0

@@ -3,11 +3,12 @@ and both requests end.
 
 given
     block size 2
-    worker w0 blocks 6 levels 2 tail 4 return 200 step 20
+    worker w0 blocks 6 tail 4 return 200 step 20
     store s0 budget 16
     gateway g0
+    set levels 2
     client c0 prompt 4 max 10
-    client c1 prompt 2 max 4 exact yes
+    client c1 prompt 2 max 4 exact true
 
 story
     come c0

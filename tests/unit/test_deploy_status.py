@@ -38,6 +38,26 @@ def test_a_document_becomes_tables_of_what_it_says() -> None:
         assert (name, str(i + 1)) in shown
 
 
+def test_the_mode_of_nested_weights_is_shown() -> None:
+    document = ControllerCore(1, ControllerConfig()).snapshot()
+    document["counters"] = dict.fromkeys(SWAP_COUNTERS, 0.0)
+    worker = {"node": "n", "blocks_total": 1, "blocks_free": 1, "blocks_short": 0, "residents": 0}
+    precision = {"levels": 3, "remark": "", "switches": 4, "tokens": (1000, 20, 3)}
+    document["workers"] = {
+        name: worker | {"state": "serving", "precision": precision | {"level": level}}
+        for level, name in enumerate(("a", "b", "c"))
+    } | {"plain": worker | {"state": "serving", "precision": None}}
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_status(document))
+    shown = {tuple(line.replace("│", " ").split()) for line in console.export_text().splitlines()}
+    assert ("a", "fp16", "1,000", "20", "3", "4") in shown
+    assert ("b", "mixed", "1/2", "1,000", "20", "3", "4") in shown
+    assert ("c", "fp8", "1,000", "20", "3", "4") in shown
+    assert [line for line in shown if line[:1] == ("plain",)] == [
+        ("plain", "n", "0", "/", "1", "1", "0", "0", "serving")
+    ]
+
+
 def test_an_idle_cluster_has_no_requests() -> None:
     document = ControllerCore(1, ControllerConfig()).snapshot()
     document["counters"] = dict.fromkeys(SWAP_COUNTERS, 0.0)

@@ -100,7 +100,7 @@ def test_names_follow_the_rules() -> None:
         assert "|" not in family.help, name
         assert set(family.labels) <= {
             *(kind.value for kind in PeerKind),
-            *("state", "reason", "direction", "model", "kv_cache_dtype"),
+            *("state", "reason", "direction", "precision", "model", "kv_cache_dtype"),
         }
 
 
@@ -120,15 +120,13 @@ def test_whatever_a_worker_counts_is_in_it() -> None:
     from deepinfer.kvstore.core.ids import NodeId, WorkerId, WorkerRef
     from deepinfer.workers.core.config import WorkerConfig
     from deepinfer.workers.core.core import WorkerCore
+    from deepinfer.workers.shell import exported
 
     ref = WorkerRef(WorkerId("w"), Incarnation(1))
-    config = WorkerConfig(blocks_total=1, block_size=1, block_bytes=1)
+    config = WorkerConfig(blocks_total=1, block_size=1, block_bytes=1, levels=2)
     counted = WorkerCore(ref, NodeId("n"), config).metrics()
     assert len(counted) > len(fields(WorkerCounters)) > len(SWAP_COUNTERS)
-    names = {
-        name if name in SWAP_COUNTERS else f"deepinfer_worker_{name}_total"
-        for name in (*counted, "kv_saturations")
-    }
+    names = {exported(name).partition("{")[0] for name in (*counted, "kv_saturations")}
     assert names == {n for n, f in FAMILIES.items() if "worker" in f.labels and f.kind != "gauge"}
 
 
@@ -219,6 +217,7 @@ def test_workers_pools_and_stores_in_numbers() -> None:
         "blocks_short": 1,
         "block_bytes": 100,
         "block_size": 16,
+        "precision": {"level": 1, "levels": 3, "remark": ""},
         "residents": 3,
         "pending": 1,
         "swapped_from_here": 4,
@@ -231,6 +230,8 @@ def test_workers_pools_and_stores_in_numbers() -> None:
     )
     assert seen["deepinfer_kv_cache_usage_ratio", (("worker", "w"),)] == 0.75
     assert seen["deepinfer_worker_requests_swapped", (("worker", "w"),)] == 4
+    assert seen["deepinfer_worker_precision_level", (("worker", "w"),)] == 1
+    assert seen["deepinfer_worker_precision_pays", (("worker", "w"),)] == 1
     assert seen["deepinfer_workers", (("state", "serving"),)] == 1
     assert seen["deepinfer_workers", (("state", "gone"),)] == 1
     assert seen["deepinfer_workers", (("state", "draining"),)] == 0

@@ -126,7 +126,7 @@ class Bench:
     def step(self) -> Chunk:
         """End the step in flight; return its only chunk."""
         assert self.plan is not None, "no step in flight"
-        step, (chunk,) = self.plan.plan
+        step, (chunk,) = self.plan.plan[:2]
         self.plan = None
         outputs: tuple[StepOutput, ...] = ()
         scores: tuple[StepScores, ...] = ()

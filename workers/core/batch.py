@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from deepinfer.kvstore.core.ids import RequestId
@@ -96,13 +96,23 @@ def share(resident: Resident, blocks: BlockManager) -> int:
     if not _may_take(resident, blocks, upto):
         return 0
     before = blocks.available
-    found, digests = blocks.match(resident.tokens[: upto + 1], len(resident.blocks), resident.chain)
+    found, digests = blocks.match(
+        resident.tokens[: upto + 1], len(resident.blocks), resident.chain, pure=resident.exact
+    )
     blocks.release(resident.blocks[known : known + len(found)])
     resident.blocks[known : known + len(found)] = found
     resident.chain += digests
-    resident.computed += len(found) * size
+    adopt(resident, found, blocks)
     resident.cached += len(found) * size
     return blocks.available - before
+
+
+def adopt(resident: Resident, found: Sequence[int], blocks: BlockManager) -> None:
+    """Count blocks of the prefix cache as computed; they are in the resident's table already."""
+    for block in found:
+        end = resident.computed + blocks.block_size
+        resident.purity.extend(resident.computed, end, blocks.tag(block))
+        resident.computed = end
 
 
 def _may_share(resident: Resident, blocks: BlockManager, upto: int) -> bool:

@@ -10,7 +10,8 @@ A block is in exactly one of four places::
 
 Only full blocks are shared, so a shared block is never written again. A block's hash is chained
 over its predecessors' (as in vLLM's prefix cache), so equal hashes mean equal tokens from the
-first one on; the salt keeps models and precisions apart.
+first one on; the salt keeps models and KV dtypes apart. Its tag is the worst precision that
+computed any of them: an ``exact`` request takes FP16 ones only.
 
 Ids below ``ordinary`` are blocks at all times. Those behind them, the tail, are blocks only while
 the weights' lower planes, whose bytes they are, have left the card::
@@ -27,6 +28,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from hashlib import blake2b
+
+from deepinfer.kvstore.core.precision import Precision
 
 DIGEST_BYTES = 16
 
@@ -74,6 +77,8 @@ class BlockManager:
         self._references = [0] * capacity
         self._pins = [0] * capacity
         self._digest: list[bytes | None] = [None] * capacity
+        self._tags = [Precision.FP16] * capacity
+        """Of blocks with a digest."""
         self._by_digest: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._cached_tail: OrderedDict[int, None] = OrderedDict()
@@ -186,7 +191,7 @@ class BlockManager:
         digest = self._digest[block]
         if digest is not None:
             self._digest[block] = None
-            self._digest[target] = digest
+            self._digest[target], self._tags[target] = digest, self._tags[block]
             self._by_digest[digest] = target
         self._references[block] = 0
         self._pins[block] += 1
@@ -226,14 +231,20 @@ class BlockManager:
                 self._retire(block)
 
     def match(
-        self, token_ids: Sequence[int], available_max: int, chain: Sequence[bytes] = ()
+        self,
+        token_ids: Sequence[int],
+        available_max: int,
+        chain: Sequence[bytes] = (),
+        *,
+        pure: bool = False,
     ) -> tuple[list[int], list[bytes]]:
         """Take the longest cached prefix: its blocks, one more reference on each, and their hashes.
 
         ``chain``: hashes of the blocks that the caller has already; only what follows is looked
         for. At most ``len(token_ids) - 1`` tokens are taken: the last one must be computed for its
         logits. A hit on an unreferenced block uses up one of ``available``, and at most
-        ``available_max`` of these are used; a hit on a held one uses up none.
+        ``available_max`` of these are used; a hit on a held one uses up none. ``pure``: blocks with
+        a tag above FP16 are not looked at.
         """
         blocks: list[int] = []
         digests: list[bytes] = []
@@ -245,7 +256,7 @@ class BlockManager:
         for start in range(len(chain) * size, len(token_ids) - size, size):
             digest = self.digest(digest, token_ids[start : start + size])
             found = self._by_digest.get(digest)
-            if found is None:
+            if found is None or (pure and self._tags[found] is not Precision.FP16):
                 break
             cached = self._cached_of(found)
             if found in cached:
@@ -265,16 +276,29 @@ class BlockManager:
         self.hit_tokens += len(blocks) * size
         return blocks, digests
 
-    def register(self, block: int, digest: bytes) -> None:
+    def tag(self, block: int) -> Precision:
+        """The worst precision in the prefix chain of a block that ``match`` has given."""
+        return self._tags[block]
+
+    def register(self, block: int, digest: bytes, tag: Precision = Precision.FP16) -> None:
         """Announce that a held block is full and holds the prefix named by ``digest``.
 
-        The first block of a prefix to be announced is the one that is shared; equal ones computed
-        beside it stay private.
+        The first block of a prefix to be announced is the one that is shared, until one with a
+        better tag takes its place; equal ones computed beside it stay private.
         """
         assert self._references[block] > 0, f"block {block} registered while nobody holds it"
-        if self.prefix_cache and digest not in self._by_digest and self._digest[block] is None:
-            self._digest[block] = digest
-            self._by_digest[digest] = block
+        if not self.prefix_cache or self._digest[block] is not None:
+            return
+        known = self._by_digest.get(digest)
+        if known is not None:
+            if self._tags[known] <= tag:
+                return
+            unused = self._cached_of(known).pop(known, False) is None
+            self._forget(known)
+            if unused:
+                self._retire(known)
+        self._digest[block], self._tags[block] = digest, tag
+        self._by_digest[digest] = block
 
     def digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         """The hash of a full block, given its predecessor's (``root`` for the first)."""
@@ -340,6 +364,7 @@ class BlockManager:
 
     def _take(self, block: int) -> None:
         """The first reference to a block."""
+        assert block < self.ordinary or self.tail is Tail.OPEN, f"{block} is of a closed tail"
         self._references[block] = 1
         self.tail_held += block >= self.ordinary
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepinfer.kvstore.core.precision import StepCost
+
 
 class WorkerConfigError(ValueError):
     """A worker setting that cannot work: names the field, its value and what is legal."""
@@ -26,6 +28,8 @@ class WorkerConfig:
     """Key, value and scale bytes of one block across all layers."""
     levels: int = 1
     """Levels that the model's weights can be read at; 1: they are not nested."""
+    costs: tuple[StepCost, ...] = ()
+    """What steps take at each level, as measured at the start; () if that was not."""
     tail_blocks: int = 0
     """Blocks that come to ``blocks_total`` while the weights' lower planes are off the card."""
     return_ms: int = 0
@@ -43,7 +47,7 @@ class WorkerConfig:
     """Tokens of one sequence in one step."""
     prefix_cache: bool = True
     cache_salt: bytes = b""
-    """Model fingerprint and precision tag: blocks computed under another salt never match."""
+    """Model fingerprint and KV layout: blocks computed under another salt never match."""
     report_interval_ms: int = 100
     attach_timeout_ms: int = 1000
     """An Attach unanswered for so long is sent again."""
@@ -89,6 +93,8 @@ class WorkerConfig:
             check(name, getattr(self, name) >= 1, "1 or more")
         for name in ("prefetch_bytes_max", "tail_blocks", "return_ms"):
             check(name, getattr(self, name) >= 0, "0 or more")
+        measured = len(self.costs) in (0, self.levels)
+        check("costs", measured, f"empty or one for each of {self.levels} levels")
         nested = self.levels > 1
         check("tail_blocks", nested or not self.tail_blocks, "0 where levels is 1")
         check("start_shed", nested or not self.start_shed, "False where levels is 1")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from deepinfer.kvstore.core.ids import NodeId, Seq, WorkerRef
 from deepinfer.kvstore.core.messages import Admit, Cancel, Preempt, Prefetch, SwapIn, SwapOut
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.events import (
     CommitReply,
@@ -35,6 +37,7 @@ from deepinfer.workers.core.shedding import Shedding
 from deepinfer.workers.core.steps import Steps
 from deepinfer.workers.core.swaps import Swaps
 from deepinfer.workers.core.talk import Talk
+from deepinfer.workers.core.valve import Levels
 
 SWAP_COUNTERS = frozenset(
     {
@@ -66,11 +69,19 @@ class WorkerCore:
         self._talk = Talk(ref, self._roster)
         self._swaps = Swaps(self._roster, self._talk)
         self._shedding = Shedding(self._roster)
-        self._steps = Steps(self._roster, self._talk, self._shedding)
+        self._levels = Levels(self._roster)
+        self._steps = Steps(self._roster, self._talk, self._shedding, self._levels)
         self._prefetches = Prefetches(self._roster)
         self._orders = Orders(self._roster, self._talk, self._swaps, self._prefetches)
         self._reporter = Reporter(
-            ref, node, self._roster, self._orders, self._steps, self._swaps, self._shedding
+            ref,
+            node,
+            self._roster,
+            self._orders,
+            self._steps,
+            self._swaps,
+            self._shedding,
+            self._levels,
         )
 
     @property
@@ -86,8 +97,17 @@ class WorkerCore:
         """Counts since this life began; times in seconds.
 
         Those of swaps have the names that they are exported under; the shell prefixes the others.
+        Labels follow a name as they are exported.
         """
-        counts: dict[str, float] = asdict(self._roster.counters)
+        counts: dict[str, Any] = asdict(self._roster.counters)
+        in_precisions = zip(Precision, counts.pop("tokens_in"), counts.pop("ms_in"), strict=True)
+        if self.config.levels == 1:
+            del counts["precision_switches"]
+        else:
+            for precision, tokens, ms in in_precisions:
+                label = f'{{precision="{precision.value}"}}'
+                counts[f"precision_tokens{label}"] = tokens
+                counts[f"precision_seconds{label}"] = ms / 1000
         return {
             "requests_swapped_total": counts.pop("swaps_out"),
             "requests_resumed_total": counts.pop("swaps_in"),
@@ -128,7 +148,7 @@ class WorkerCore:
             case GatewayDown():
                 self._talk.gateway_down(event.gateway, now_ms)
             case ReportAnswered():
-                self._reporter.answered(event.reply)
+                self._reporter.answered(event.reply, now_ms)
             case ReportsUp():
                 self._reporter.restart()
             case StartDrain():
@@ -140,7 +160,7 @@ class WorkerCore:
             case _:
                 self._tick(now_ms)
         self._shedding.settle(self._steps.in_flight, now_ms)
-        self._steps.pump()
+        self._steps.pump(now_ms)
         report = self._reporter.due(now_ms)
         out = self._roster.out
         self._roster.out = []
@@ -158,6 +178,7 @@ class WorkerCore:
     def snapshot(self) -> dict[str, object]:
         """Levels and counts for status pages; plain values only."""
         roster, blocks = self._roster, self._roster.blocks
+        precision = self._levels.report()
         states = [resident.state.value for resident in roster.residents.values()]
         return {
             "worker": self.ref.worker,
@@ -177,6 +198,7 @@ class WorkerCore:
             "blocks_capacity": self.config.capacity_blocks,
             "planes": self._shedding.state.value,
             "residents": {state: states.count(state) for state in sorted(set(states))},
+            "precision": None if precision is None else precision._asdict(),
             **self.metrics(),
         }
 
@@ -185,6 +207,7 @@ class WorkerCore:
         self._roster.check()
         self._prefetches.check()
         self._shedding.check()
+        self._levels.check()
         running = self._steps.in_flight
         members = {chunk.seq for chunk in running.chunks} if running is not None else set()
         members |= {resident.seq for resident in self._steps.moving}

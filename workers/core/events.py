@@ -20,6 +20,7 @@ from deepinfer.kvstore.core.messages import (
     ToWorker,
     WorkerReport,
 )
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import RequestRecord, Token
 from deepinfer.kvstore.core.states import State
 
@@ -102,6 +103,8 @@ class FetchDone(NamedTuple):
     copy_us: int
     payload_bytes: int = 0
     detail: str = ""
+    precision: Precision = Precision.FP16
+    """The manifest's: the worst that computed any of it."""
     ahead: bool | None = None
     """Whether the bytes came from what had been fetched ahead; None if nothing had."""
 
@@ -228,6 +231,8 @@ class PutPayload(NamedTuple):
     """Tokens with KV in those blocks, from the first on."""
     state: State
     """PREFILL or DECODE: where the sequence was."""
+    precision: Precision = Precision.FP16
+    """The worst that computed any of it."""
 
 
 class AbortPut(NamedTuple):

@@ -138,6 +138,7 @@ class Orders:
             arrival=self._arrivals,
             order=order.order,
             max_total_tokens=order.max_total_tokens,
+            since_ms=now_ms,
             attachment=Attachment(now_ms, now_ms),
             state=State.WAITING if entering is None else State.SWAPPING_IN,
             entering=entering,

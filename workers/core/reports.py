@@ -9,6 +9,7 @@ from deepinfer.workers.core.roster import Roster
 from deepinfer.workers.core.shedding import Shedding
 from deepinfer.workers.core.steps import Steps
 from deepinfer.workers.core.swaps import Swaps
+from deepinfer.workers.core.valve import Levels
 
 
 class Reporter:
@@ -23,6 +24,7 @@ class Reporter:
         steps: Steps,
         swaps: Swaps,
         shedding: Shedding,
+        levels: Levels,
     ) -> None:
         self._ref = ref
         self._node = node
@@ -31,6 +33,7 @@ class Reporter:
         self._steps = steps
         self._swaps = swaps
         self._shedding = shedding
+        self._precision = levels
         self._number = 0
         self._complete_due = True
         self._due_ms: int | None = None
@@ -41,12 +44,12 @@ class Reporter:
         """The receiver may know nothing of what was said: the next report is complete."""
         self._complete_due = True
 
-    def answered(self, reply: ReportReply) -> None:
+    def answered(self, reply: ReportReply, now_ms: int) -> None:
         epoch_before = self._orders.epoch_seen
         if not self._orders.raise_epoch(reply.epoch) or reply.number > self._number:
             return
         if reply.precision is not None:
-            self._roster.rule = reply.precision
+            self._roster.rule, self._roster.ruled_ms = reply.precision, now_ms
         if reply.resync:
             self._complete_due = True
             return
@@ -99,6 +102,7 @@ class Reporter:
             blocks_short=self._steps.blocks_short,
             stalled=self._steps.starved and not self._swaps.under_way,
             draining=self._orders.draining,
+            precision=self._precision.report(),
             shed=self._shedding.level(),
             residents=tuple(changed),
             departed=tuple(roster.departed),

@@ -10,6 +10,7 @@ from deepinfer.kvstore.core.messages import ResidentLevel, Usage
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, Token
 from deepinfer.kvstore.core.states import State, move
 from deepinfer.workers.core.attach import Attachment
+from deepinfer.workers.core.purity import Purity
 from deepinfer.workers.core.swap import Entering, Leaving
 
 ENDS = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
@@ -51,6 +52,8 @@ class Resident:
     order: Run
     """The highest order handled for this sequence: lower ones are late or doubled."""
     max_total_tokens: int
+    since_ms: int
+    """When it came here."""
     attachment: Attachment
     state: State
     promised: int = 0
@@ -69,6 +72,8 @@ class Resident:
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks whose KV was computed here, from the first on."""
+    purity: Purity = field(default_factory=Purity)
+    """Which of the computed tokens' KV no reduced precision has touched."""
     cacheable: bool = True
     """False after a fetch: KV from elsewhere is never shared."""
     acked: int = 0
@@ -103,6 +108,11 @@ class Resident:
     def scores_due(self) -> int:
         """How many ``scores`` the sequence has to bring."""
         return self.record.scores_due(self.seq.choice) if self.record is not None else 0
+
+    @property
+    def exact(self) -> bool:
+        """Nothing of it may be computed from or in reduced precision."""
+        return self.record is not None and self.record.exact
 
     @property
     def computed_max(self) -> int:
@@ -218,6 +228,8 @@ class Resident:
         assert 0 <= self.scores_acked <= self.scores_sent <= len(self.scores) <= self.scores_due, (
             f"{name}: outbox of scores out of order"
         )
+        self.purity.check(self.computed)
+        assert not self.exact or self.purity.fp16 == self.computed, f"{name}: exact, {self.purity}"
         assert self.computed <= self.computed_max or self.state in ENDS, f"{name}: rows were missed"
         swapping = (self.state is State.SWAPPING_OUT, self.state is State.SWAPPING_IN)
         assert swapping == (self.leaving is not None, self.entering is not None), (

@@ -10,13 +10,15 @@ from deepinfer.workers.core.roster import Roster
 from deepinfer.workers.core.sequence import Resident
 from deepinfer.workers.core.shedding import Shedding
 from deepinfer.workers.core.talk import Talk
+from deepinfer.workers.core.valve import Levels
 
 
 class Steps:
     """Starts a step whenever none is in flight and somebody can run."""
 
-    def __init__(self, roster: Roster, talk: Talk, shedding: Shedding) -> None:
+    def __init__(self, roster: Roster, talk: Talk, shedding: Shedding, levels: Levels) -> None:
         self._roster = roster
+        self._levels = levels
         self._talk = talk
         self._shedding = shedding
         self._number = 0
@@ -36,7 +38,7 @@ class Steps:
     def in_flight(self) -> StepPlan | None:
         return self._running
 
-    def pump(self) -> None:
+    def pump(self, now_ms: int) -> None:
         """Start the next step if there is one."""
         if self._running is not None:
             return
@@ -54,7 +56,7 @@ class Steps:
         if not (batch.chunks or moves):
             return
         self._number += 1
-        level = self._shedding.level_min
+        level = self._levels.plan(batch.chunks, self._shedding.level_min, now_ms)
         self._running = StepPlan(self._number, batch.chunks, level, moves)
         self._members = batch.residents
         for resident in (*self._moved, *batch.residents):
@@ -73,6 +75,8 @@ class Steps:
         self._running = None
         roster.step_ended()
         roster.counters.steps += 1
+        self._levels.ended(running, now_ms)
+        tag = self._levels.tag(running)
         outputs = {output.seq: output.token for output in event.outputs}
         scores = {scored.seq: scored.tokens for scored in event.scores}
         present: list[Resident] = []
@@ -90,6 +94,7 @@ class Steps:
                 self._settle(resident, now_ms)
                 continue
             resident.computed = end
+            resident.purity.extend(chunk.start, end, tag)
             resident.last_step = running.step
             roster.counters.tokens_computed += len(chunk.token_ids)
             self._announce(resident)
@@ -100,8 +105,8 @@ class Steps:
             if not chunk.sample or end != len(resident.tokens):
                 continue
             if token is not None:
-                roster.counters.tokens_generated += 1
-                resident.accept(token)
+                roster.counters.add_token(tag)
+                resident.accept(token._replace(precision=tag))
             self._settle(resident, now_ms)
         for resident in self._moved:
             resident.in_step = False
@@ -129,4 +134,5 @@ class Steps:
             parent = resident.chain[-1] if resident.chain else blocks.root
             digest = blocks.digest(parent, resident.tokens[index * size : (index + 1) * size])
             resident.chain.append(digest)
-            blocks.register(resident.blocks[index], digest)
+            tag = resident.purity.at((index + 1) * size)
+            blocks.register(resident.blocks[index], digest, tag)

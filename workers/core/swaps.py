@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from deepinfer.kvstore.core.ids import Run, StoreId, Ticket
 from deepinfer.kvstore.core.messages import Departure, NoticeKind, StoreStatus, SwapOut
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.events import (
     CancelFetch,
@@ -80,6 +81,7 @@ class Swaps:
                 tuple(table),
                 tuple(resident.tokens[: resident.computed]),
                 resident.stage,
+                resident.purity.at(resident.computed),
             )
         )
 
@@ -152,12 +154,15 @@ class Swaps:
             return
         capacity = len(resident.blocks) * self._config.block_size
         good = event.status is StoreStatus.OK and 0 < len(event.token_ids) <= capacity
+        if resident.exact and event.precision is not Precision.FP16:
+            good = False  # No payload of an exact request is: its KV is computed anew.
         assert resident.entering is not None
         store = resident.entering.order.store
         resident.entering = None
         if good:
             standing = common_prefix(list(event.token_ids), resident.tokens)
             resident.computed = min(standing, resident.computed_max)
+            resident.purity.extend(0, resident.computed, event.precision)
         resident.cacheable = not good
         resident.settle()
         roster.changed = True

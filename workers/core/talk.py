@@ -18,6 +18,7 @@ from deepinfer.kvstore.core.messages import (
 )
 from deepinfer.kvstore.core.requests import FinishReason
 from deepinfer.kvstore.core.states import State
+from deepinfer.workers.core.batch import adopt
 from deepinfer.workers.core.events import FetchPayload, FromGateway, SendToGateway
 from deepinfer.workers.core.roster import Roster
 from deepinfer.workers.core.sequence import Resident
@@ -166,7 +167,10 @@ class Talk:
             return
         resident.attachment.answered = True
         resident.attachment.orphan = False
-        self._roster.truncate(resident, min(standing, resident.computed_max))
+        standing = min(standing, resident.computed_max)
+        if resident.exact:
+            standing = min(standing, resident.purity.fp16)
+        self._roster.truncate(resident, standing)
         if finished or resident.finish is not None:
             self._finish(resident, now_ms)
             return
@@ -187,8 +191,10 @@ class Talk:
         roster.redeem(resident)
         if not resident.blocks:
             known = resident.tokens[: resident.computed_max + 1]
-            resident.blocks, resident.chain = roster.blocks.match(known, roster.spare)
-            resident.computed = len(resident.blocks) * self._config.block_size
+            resident.blocks, resident.chain = roster.blocks.match(
+                known, roster.spare, pure=resident.exact
+            )
+            adopt(resident, resident.blocks, roster.blocks)
             resident.cached = min(resident.computed, resident.prompt_tokens)
             resident.cacheable = True
         missing = self._config.blocks_for(len(resident.tokens)) - len(resident.blocks)

@@ -1,0 +1,120 @@
+"""How far the weights' precision gives way in the step that is being planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepinfer.kvstore.core.precision import (
+    Policy,
+    Precision,
+    PrecisionLevel,
+    PrecisionRule,
+    StepLoad,
+    Valve,
+    choose,
+    decode_ratio,
+    not_worth,
+    precision_of,
+)
+from deepinfer.kvstore.core.states import State
+from deepinfer.workers.core.events import Chunk, StepPlan
+from deepinfer.workers.core.roster import Roster
+from deepinfer.workers.core.sequence import Resident
+
+LOAD_KEEP_MS = 2000
+"""What a rule says of the load at the controller counts for so long."""
+
+
+class Levels:
+    """Chooses the level of each step by the controller's rule, and counts what came of it.
+
+    Before the first rule, and where a step holds an ``exact`` request, that is level 0.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._config = roster.config
+        self._valve = Valve()
+        self._planned_ms = 0
+        self.level = 0
+        """Of the latest step."""
+
+    @property
+    def remark(self) -> str:
+        """Why the policy never leaves level 0 here; "" if it may."""
+        rule, config = self._roster.rule, self._config
+        if config.levels == 1 or rule is None or rule.settings.policy is not Policy.SLO:
+            return ""
+        return not_worth(config.costs, config.levels)
+
+    def report(self) -> PrecisionLevel | None:
+        """What the controller is told; None: the weights are not nested."""
+        config, counters = self._config, self._roster.counters
+        if config.levels == 1:
+            return None
+        return PrecisionLevel(
+            self.level,
+            config.levels,
+            decode_ratio(config.costs),
+            self.remark,
+            counters.precision_switches,
+            counters.tokens_in,
+            counters.ms_in,
+        )
+
+    def plan(self, chunks: Sequence[Chunk], level_min: int, now_ms: int) -> int:
+        """The level of a step of these chunks; what levels below ``level_min`` read is away."""
+        self._planned_ms = now_ms
+        if not chunks:  # a step that only moves blocks
+            return max(self.level, level_min)
+        level, rule, config = 0, self._roster.rule, self._config
+        if any(chunk.record.exact for chunk in chunks):
+            assert level_min == 0, "an exact request in a step that cannot be exact"
+        elif config.levels > 1 and rule is not None:
+            load = self._load(chunks, rule, now_ms)
+            self._valve = choose(
+                rule.settings, config.costs, config.levels, load, self._valve, now_ms
+            )
+            level = self._valve.level
+        level = max(level, level_min)
+        if level != self.level:
+            self.level = level
+            self._roster.counters.precision_switches += 1
+        return level
+
+    def tag(self, plan: StepPlan) -> Precision:
+        """The precision of what a step computes."""
+        return precision_of(plan.level, self._config.levels)
+
+    def ended(self, plan: StepPlan, now_ms: int) -> None:
+        """The step has run."""
+        if plan.chunks:
+            self._roster.counters.add_time(self.tag(plan), now_ms - self._planned_ms)
+
+    def _load(self, chunks: Sequence[Chunk], rule: PrecisionRule, now_ms: int) -> StepLoad:
+        tokens, since_ms = 0, now_ms
+        for resident in self._roster.residents.values():
+            if resident.state in (State.WAITING, State.PREFILL) and not resident.generated:
+                tokens += self._to_compute(resident)
+                since_ms = min(since_ms, resident.since_ms)
+        said_ms = now_ms - self._roster.ruled_ms
+        if rule.waiting_tokens and said_ms < LOAD_KEEP_MS:
+            tokens += rule.waiting_tokens
+            since_ms = min(since_ms, self._roster.ruled_ms - rule.waiting_ms)
+        return StepLoad(
+            rows=sum(len(chunk.token_ids) for chunk in chunks),
+            decodes=sum(1 for chunk in chunks if chunk.index > 0),
+            context_tokens=sum(chunk.start + len(chunk.token_ids) for chunk in chunks),
+            backlog_tokens=tokens,
+            backlog_ms=now_ms - since_ms,
+            step_tokens_max=self._config.max_batch_tokens,
+        )
+
+    def _to_compute(self, resident: Resident) -> int:
+        if resident.record is None:  # its gateway has not answered: the promise tells the length
+            return resident.promised * self._config.block_size
+        return resident.remaining
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        assert 0 <= self.level < self._config.levels, f"{self.level} of {self._config.levels}"
