@@ -247,6 +247,43 @@ def bench_quality(
         run_quality(model=model, plan=plan, text=text, output=output, console=out)
 
 
+@bench.command("precision")
+def bench_precision(
+    model: Model = "demo",
+    kv_cache_dtype: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; default: all five.")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=2, help="Pieces of the text that are scored.")] = 8,
+    window_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 256,
+    answers: Annotated[int, typer.Option(min=2, help="Greedy answers, one a window.")] = 8,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a window that an answer goes on from.")
+    ] = 64,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 1,
+    seed: Annotated[int, typer.Option(help="Draws the levels of mixed mode.")] = 0,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to score; default: Shakespeare's sonnets.")
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """What nested, mixed, 4-bit and plain FP8 weights cost with each KV dtype; each layer alone."""
+    with plain_errors():
+        from deepinfer.deploy.bench.precision import run_precision
+        from deepinfer.deploy.bench.quality import DTYPES, Plan
+
+        plan = Plan(
+            dtypes=tuple(kv_cache_dtype or DTYPES),
+            windows=windows,
+            window_tokens=window_tokens,
+            answers=answers,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            threads=threads,
+        )
+        run_precision(model=model, plan=plan, seed=seed, text=text, output=output, console=out)
+
+
 @bench.command("kernel-resources")
 def bench_kernel_resources(
     output: Output = RESULTS,

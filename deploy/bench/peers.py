@@ -35,7 +35,7 @@ from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.local import LocalEngine
 from deepinfer.workers.model.decoder import Decoder, kv_layout
 from deepinfer.workers.model.load import load_model
-from deepinfer.workers.model.runner import ModelRunner
+from deepinfer.workers.model.runner import Levels, ModelRunner
 from deepinfer.workers.pool import PagedPool
 
 
@@ -64,7 +64,8 @@ class EngineLoop:
 class EnginePeer(EngineLoop):
     """The bare engine loop on the CPU.
 
-    Peers of several KV dtypes may share one ``decoder``. The limits are fields of WorkerConfig.
+    Peers of several KV dtypes may share one ``decoder``. The limits are fields of WorkerConfig;
+    ``levels`` are as ``ModelRunner`` takes them.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class EnginePeer(EngineLoop):
         block_size: int = 16,
         prefill_chunk_tokens: int = 256,
         max_batch_tokens: int = 512,
+        levels: Levels | None = None,
     ) -> None:
         layout = decoder.kv_layout(resolve_kv_dtype(kv_cache_dtype), block_size)
         pool = PagedPool(layout, blocks, decoder.backend.device)
@@ -87,7 +89,7 @@ class EnginePeer(EngineLoop):
             max_batch_tokens=max_batch_tokens,
             prefix_cache=False,
         )
-        super().__init__(Engine(ModelRunner(decoder, pool, decoder.backend)), config)
+        super().__init__(Engine(ModelRunner(decoder, pool, decoder.backend, levels)), config)
 
 
 def engine_on_card(

@@ -230,7 +230,9 @@ def _measure(path: Path, plan: Plan, text: str, advance: Callable[..., None]) ->
     }
 
 
-def served_logits(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
+def served_logits(
+    runner: ModelRunner, tokens: Sequence[int], chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
     """Logits of every position, float32 ``[tokens, vocab]``, computed as a prompt is: in chunks."""
     import torch
 
@@ -239,9 +241,9 @@ def served_logits(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
     table = list(range(runner.pool.layout.blocks_for(len(tokens))))
     chunks = [
         runner.forward_all(
-            [SequenceSlice(tokens[start : start + CHUNK_TOKENS], start, table, logits=False)]
+            [SequenceSlice(tokens[start : start + chunk_tokens], start, table, logits=False)]
         )
-        for start in range(0, len(tokens), CHUNK_TOKENS)
+        for start in range(0, len(tokens), chunk_tokens)
     ]
     return torch.cat(chunks)
 

@@ -44,8 +44,10 @@ def exponential(logarithm: Spread) -> Spread:
     return Spread(value, value * logarithm.error)
 
 
-def figures_of(windows: Sequence[Window], reference: Sequence[Window]) -> dict[str, Any]:
-    """What one dtype's windows come to, beside the reference's of the same tokens.
+def figures_of(
+    windows: Sequence[Window], reference: Sequence[Window], name: str = "fp32"
+) -> dict[str, Any]:
+    """What one dtype's windows come to, beside those of the reference, called ``name``.
 
     The ratio of perplexities is taken window by window: how much the windows themselves differ does
     not blur it.
@@ -54,7 +56,7 @@ def figures_of(windows: Sequence[Window], reference: Sequence[Window]) -> dict[s
     divergence = [kl for window in windows for kl in window.kl]
     return {
         "perplexity": exponential(spread([window.nll for window in windows])).figures(),
-        "perplexity_over_fp32": exponential(spread(above)).figures(),
+        f"perplexity_over_{name}": exponential(spread(above)).figures(),
         "kl_nats": spread([fmean(window.kl) for window in windows]).figures(),
         "kl_nats_p99": float(f"{percentile(divergence, 0.99):.4g}"),
         "top_token_agreement": spread([window.agreement for window in windows]).figures(),
