@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepinfer.kvstore.core.layout import KvDtype, KvLayout, resolve_kv_dtype
+from deepinfer.workers.actor import WorkerSettings
+from deepinfer.workers.assembly import open_device
 from deepinfer.workers.backends.cpu import CpuBackend
+from deepinfer.workers.core.config import WorkerConfig
+from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.model.config import UnsupportedModelError
 from deepinfer.workers.model.costs import ROWS, measure_costs
-from deepinfer.workers.model.decoder import Decoder
+from deepinfer.workers.model.decoder import Decoder, kv_layout
 from deepinfer.workers.model.key_scales import KeyScales, with_key_scales
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.nested import nest, nestable_names
@@ -32,6 +37,7 @@ from support.nested_models import (
     write_nested_folder,
 )
 from support.packed_models import gptq, gptq_config, packed_model
+from support.tiny_model import write_tiny_llama
 
 TOKENS = [7, 3, 40, 21, 21, 9, 0, 33, 5, 45, 12, 6, 2, 17, 40, 11, 8, 1, 30]
 FP16 = resolve_kv_dtype("fp16")
@@ -376,3 +382,38 @@ def test_four_bits_are_refused_by_name(tmp_path: Path) -> None:
         load_model(folder, weights="nested")
     with pytest.raises(ValueError, match=r"weights = 'fp8': must be auto or nested"):
         load_model(folder, weights="fp8")
+
+
+def settings(folder: Path, **changes: object) -> WorkerSettings:
+    layout = kv_layout(load_model(folder).config, FP16, 8)
+    limits = WorkerConfig(blocks_total=6, block_size=8, block_bytes=layout.block_bytes)
+    told: dict[str, Any] = {"weights": "nested", "precision_levels": 3} | changes
+    return WorkerSettings(
+        worker="w", node="n", model_path=str(folder), token="t", config=limits, **told
+    )
+
+
+def test_a_worker_opens_a_plain_checkpoint_nested(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    device = open_device(settings(folder), Failpoints())
+    assert device.engine.levels == 3
+    assert len(device.engine.costs) == 3
+    assert device.identity.model != load_model(folder).fingerprint
+    plain = open_device(settings(folder, weights="auto"), Failpoints())
+    assert plain.engine.levels == 1
+    assert plain.engine.costs == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": "fp8"}, "weights = 'fp8': must be auto or nested"),
+        ({"precision_levels": 0}, "precision_levels = 0: must be 1 to 6"),
+        ({"precision_levels": 7}, "precision_levels = 7: must be 1 to 6"),
+    ],
+)
+def test_a_worker_refuses_settings_that_there_are_not(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(write_tiny_llama(tmp_path / "m"), **changes)
