@@ -156,12 +156,13 @@ def _tokens_until(world: World, worker: Worker, missing: int) -> int:
     for seq, private_blocks, tokens, _, _ in worker.usage:
         resident = world.sequences.get(seq)
         if resident is not None:
-            ends.append((max(0, resident.tokens_max - tokens), private_blocks))
+            made = max(tokens, resident.tokens)  # its prompt takes few steps
+            ends.append((max(0, resident.tokens_max - made), private_blocks))
     for coming in (worker.pending, worker.earmarks):
         for seq, blocks in coming.items():
             if seq not in worker.residents:
                 newcomer = world.sequences[seq]
-                ends.append((newcomer.tokens_max - newcomer.tokens, blocks))
+                ends.append((max(0, newcomer.tokens_max - newcomer.tokens), blocks))
     left = 0
     for left, blocks in sorted(ends):  # noqa: B007 (the last one is the answer)
         missing -= blocks + world.growth_reserve

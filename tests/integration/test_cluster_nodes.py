@@ -126,9 +126,9 @@ def asks_for_three(seed: int) -> list[Ask]:
     others most of one, and of these whoever stays ends long before the third.
     """
     return [
-        Ask(prompt(seed), {**GREEDY, "max_tokens": 80}),
-        Ask(prompt(seed + 1), {**SEEDED, "max_tokens": 80}),
-        Ask(prompt(seed + 2, 2 * BLOCK_SIZE + 12), {**GREEDY, "max_tokens": 50}),
+        Ask(prompt(seed), {**GREEDY, "max_tokens": 50}),
+        Ask(prompt(seed + 1), {**SEEDED, "max_tokens": 50}),
+        Ask(prompt(seed + 2, 2 * BLOCK_SIZE + 2), {**GREEDY, "max_tokens": 62}),
     ]
 
 
