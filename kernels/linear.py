@@ -4,10 +4,10 @@ Weights are FP16, 4-bit, or nested; ``fp8=True`` computes with the upper plane o
 alone, and is a ValueError for any other weight. Without it a nested weight needs its lower plane;
 if it has no outliers, results are the same bits as those of the ``F16Weight`` of its values.
 
-Every function computes ``x @ weight.T`` for ``x`` half ``[M, K]``, M up to 64, and finishes it in
-one of four ways; ``kernels.reference_linear`` says exactly what they mean. Sums are FP32. Up to 16
-rows their order depends on N, K and the card, not on M: a row's result is the same bits alone and
-in a batch.
+Every function computes ``x @ weight.T`` for ``x`` half ``[M, K]``, M up to 1,024, and finishes it
+in one of four ways; ``kernels.reference_linear`` says exactly what they mean. Sums are FP32. Up to
+16 rows their order depends on N, K and the card, not on M: a row's result is the same bits alone
+and in a batch.
 
 RMSNorm is split: whoever writes the residual also writes ``h = residual * gamma`` as half, and
 FP32 sums of the residual's squares; the linear that reads ``h`` multiplies its result by
@@ -17,7 +17,6 @@ FP32 sums of the residual's squares; the linear that reads ``h`` multiplies its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -31,11 +30,11 @@ from deepinfer.kernels.linear_plans import (
     TILE_ROWS,
     AnyPlan,
     Plan,
-    TiledPlan,
     partials,
     plan_for,
     plan_specs,
 )
+from deepinfer.kernels.linear_tiled import ROWS_MAX, TiledPlan
 from deepinfer.kernels.linear_weights import (
     F16Weight,
     W4Weight,
@@ -48,6 +47,7 @@ from deepinfer.kernels.nested import NestedWeight
 
 __all__ = [
     "ROWS_MAX",
+    "AnyPlan",
     "F16Weight",
     "NestedWeight",
     "Plan",
@@ -70,13 +70,10 @@ __all__ = [
     "unpack_w4",
 ]
 
-ROWS_MAX: Final = 64
-"""The most rows of ``x``."""
-
 
 def max_rows(weight: Weight) -> int:
     """Up to how many rows of ``x`` these functions are the fastest way; they take ``ROWS_MAX``."""
-    return ROWS_MAX if isinstance(weight, W4Weight) else STREAM_ROWS_MAX
+    return 64 if isinstance(weight, W4Weight) else STREAM_ROWS_MAX
 
 
 def specs() -> Iterator[KernelSpec]:
@@ -188,7 +185,6 @@ def linear_residual(
 
 def _rows(x: Tensor, weight: Weight) -> int:
     check_tensor("x", x, torch.float16, (None, weight.columns), weight.device)
-    most = STREAM_ROWS_MAX if isinstance(weight, NestedWeight) else ROWS_MAX
-    if not 1 <= x.shape[0] <= most:
-        raise ValueError(f"x has {x.shape[0]} rows; this kernel takes 1 to {most}")
+    if not 1 <= x.shape[0] <= ROWS_MAX:
+        raise ValueError(f"x has {x.shape[0]} rows; these kernels take 1 to {ROWS_MAX}")
     return x.shape[0]

@@ -14,7 +14,6 @@ from deepinfer.kernels.linear_checks import check_tensor
 from deepinfer.kernels.linear_plans import (
     AnyPlan,
     Plan,
-    TiledPlan,
     check_held,
     f16_spec,
     nested_spec,
@@ -22,6 +21,7 @@ from deepinfer.kernels.linear_plans import (
     plan_for,
     w4_spec,
 )
+from deepinfer.kernels.linear_tiled import TiledPlan
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight, check_mode
 
 NORM, SWIGLU, RESIDUAL, LOGITS = range(4)
@@ -79,14 +79,13 @@ def run(
     if plan is None:
         plan = plan_for(weight, m, sms, fp8=fp8, split=workspace is not None)
     spec, planes = _kernel(weight, plan, fp8)
-    tiles, columns = partials(n), -(-m // (8 * plan.column_tiles))
     grid: tuple[int, int, int]
     tail: list[Tensor | None] = []
     if isinstance(plan, Plan):
         check_held(plan, weight, fp8)
-        grid = (columns, plan.blocks(tiles, sms), 1)
+        grid = (-(-m // (8 * plan.column_tiles)), plan.blocks(partials(n), sms), 1)
     else:
-        grid = (columns, -(-n // plan.rows), plan.splits)
+        grid = (-(-m // plan.columns), -(-n // plan.rows), plan.splits)
         tail = [None, None] if workspace is None else [workspace.sums, workspace.tickets]
         if plan.splits > 1:
             _check_workspace(workspace, grid[0] * grid[1], plan)
@@ -134,7 +133,7 @@ def _kernel(
 
 
 def _check_workspace(workspace: Workspace | None, blocks: int, plan: TiledPlan) -> None:
-    floats = blocks * plan.splits * plan.rows * 8 * plan.column_tiles
+    floats = blocks * plan.splits * plan.rows * plan.columns
     if workspace is None:
         raise ValueError(f"plan splits K over {plan.splits} CTAs, which needs a workspace")
     if floats > workspace.sums.numel() or blocks > workspace.tickets.numel():

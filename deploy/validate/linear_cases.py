@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,13 +15,19 @@ from torch import Tensor
 from deepinfer.deploy.validate import accuracy
 from deepinfer.deploy.validate.accuracy import Accuracy, Miss
 from deepinfer.kernels import linear, reference_linear
-from deepinfer.kernels.linear import F16Weight, W4Weight, Weight, Workspace
+from deepinfer.kernels.linear import AnyPlan, F16Weight, W4Weight, Weight, Workspace
 
 Kind = Literal["normal", "outliers", "tiny", "saturating"]
 """Of ``x``: ``outliers``: some columns a thousand times larger; ``tiny``: halves without a
 leading one; ``saturating``: products beyond half's range."""
 
 _EPS = 1e-6
+
+
+class _How(TypedDict):
+    fp8: bool
+    workspace: Workspace
+    plan: AnyPlan | None
 
 
 def normal(*shape: int, device: str, seed: int) -> Tensor:
@@ -64,12 +70,17 @@ def inputs(rows: int, columns: int, kind: Kind, device: str) -> Tensor:
 
 
 def check_epilogues(
-    weight: Weight, rows: int, *, kind: Kind = "normal", fp8: bool = False
+    weight: Weight,
+    rows: int,
+    *,
+    kind: Kind = "normal",
+    fp8: bool = False,
+    plan: AnyPlan | None = None,
 ) -> Iterator[Accuracy]:
-    """All four ways to finish a product, each twice: the same bits."""
+    """All four ways to finish a product; two launches give the same bits."""
     device = str(weight.device)
     n, k = weight.rows, weight.columns
-    workspace = Workspace.allocate(device)
+    how: _How = {"fp8": fp8, "workspace": Workspace.allocate(device), "plan": plan}
     x = inputs(rows, k, kind, device)
     # What a norm would have found in x, spread over a number of partials that is no round one.
     mean = float(x.double().square().mean())
@@ -79,7 +90,7 @@ def check_epilogues(
 
     def norm() -> Tensor:
         out = torch.full((rows, n), math.nan, dtype=torch.float16, device=device)
-        linear.linear_norm(out, x, weight, sumsq=sumsq, eps=_EPS, fp8=fp8, workspace=workspace)
+        linear.linear_norm(out, x, weight, sumsq=sumsq, eps=_EPS, **how)
         return out
 
     yield _of_half("norm", norm(), reference_linear.product(x, weight, sumsq, _EPS, fp8))
@@ -87,12 +98,12 @@ def check_epilogues(
         raise Miss("linear_norm: two launches differ")
 
     logits = torch.full((rows, n), math.nan, device=device)
-    linear.linear_logits(logits, x, weight, fp8=fp8, workspace=workspace)
+    linear.linear_logits(logits, x, weight, **how)
     yield accuracy.product("logits", logits, reference_linear.product(x, weight, fp8=fp8))
 
     if n % 16 == 0:
         out = torch.full((rows, n // 2), math.nan, dtype=torch.float16, device=device)
-        linear.linear_swiglu(out, x, weight, sumsq=sumsq, eps=_EPS, fp8=fp8, workspace=workspace)
+        linear.linear_swiglu(out, x, weight, sumsq=sumsq, eps=_EPS, **how)
         yield _of_half("swiglu", out, reference_linear.swiglu(x, weight, sumsq, _EPS, fp8))
 
     residual = normal(rows, n, device=device, seed=7) * 3
@@ -100,13 +111,13 @@ def check_epilogues(
     after, scaled = reference_linear.residual(residual, x, weight, gamma, fp8)
     out = torch.full((rows, n), math.nan, dtype=torch.float16, device=device)
     sums = torch.full((rows, linear.partials(n)), math.nan, device=device)
-    linear.linear_residual(out, residual, sums, x, weight, gamma, fp8=fp8, workspace=workspace)
+    linear.linear_residual(out, residual, sums, x, weight, gamma, **how)
     yield accuracy.product("residual", residual, after)
     yield _of_half("scaled residual", out, scaled)
     expected = reference_linear.sums_of_squares(residual)
     if not torch.allclose(sums.double(), expected, rtol=1e-5, atol=0):
         raise Miss("linear_residual: sums of squares are not those of the residual")
-    if bool(workspace.tickets.any()):
+    if bool(how["workspace"].tickets.any()):
         raise Miss("a ticket was not given back")
 
 

@@ -13,7 +13,7 @@ from deepinfer.deploy.validate import accuracy
 from deepinfer.deploy.validate.accuracy import Accuracy, Miss
 from deepinfer.deploy.validate.linear_cases import inputs, normal
 from deepinfer.kernels import linear, nested, pointwise, reference_linear, reference_pointwise
-from deepinfer.kernels.linear import F16Weight, NestedWeight
+from deepinfer.kernels.linear import AnyPlan, F16Weight, NestedWeight, Workspace
 
 _OUTLIERS: Final = 3
 _LAST_BIT: Final = 2.0**-14 * (1 + 2.0**-10)
@@ -58,9 +58,12 @@ def shifted_pair(rows: int, columns: int, *, device: str) -> tuple[F16Weight, Ne
     return F16Weight(plain.half(), bias), nested.scale_rows(stored, exponents)
 
 
-def check_same_bits(plain: F16Weight, weight: NestedWeight, rows: int) -> Iterator[Accuracy]:
+def check_same_bits(
+    plain: F16Weight, weight: NestedWeight, rows: int, *, plan: AnyPlan | None = None
+) -> Iterator[Accuracy]:
     """FP16 mode without outliers gives the bits of the plain weight, with every epilogue."""
     device, n = str(plain.device), plain.rows
+    workspace = Workspace.allocate(device)
     x = inputs(rows, plain.columns, "outliers", device)
     sumsq = normal(rows, 7, device=device, seed=6).square() * plain.columns
     gamma = normal(n, device=device, seed=9).half()
@@ -71,13 +74,17 @@ def check_same_bits(plain: F16Weight, weight: NestedWeight, rows: int) -> Iterat
         residual = normal(rows, n, device=device, seed=10)
         sums = torch.full((rows, linear.partials(n)), math.nan, device=device)
         hidden = half.clone()
-        linear.linear_norm(half, x, source, sumsq=sumsq, eps=1e-6)
-        linear.linear_logits(logits, x, source)
-        linear.linear_residual(hidden, residual, sums, x, source, gamma)
+        linear.linear_norm(half, x, source, sumsq=sumsq, eps=1e-6, workspace=workspace, plan=plan)
+        linear.linear_logits(logits, x, source, workspace=workspace, plan=plan)
+        linear.linear_residual(
+            hidden, residual, sums, x, source, gamma, workspace=workspace, plan=plan
+        )
         found = {"norm": half, "logits": logits, "residual": residual, "hidden": hidden}
         if n % 16 == 0:
             gated = torch.full((rows, n // 2), math.nan, dtype=torch.float16, device=device)
-            linear.linear_swiglu(gated, x, source, sumsq=sumsq, eps=1e-6)
+            linear.linear_swiglu(
+                gated, x, source, sumsq=sumsq, eps=1e-6, workspace=workspace, plan=plan
+            )
             found["swiglu"] = gated
         return found | {"sums of squares": sums}
 

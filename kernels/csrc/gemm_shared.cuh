@@ -1,9 +1,9 @@
 // Linear layers for 17 rows and more: tiles of W and of X pass through shared memory.
 //
-// A CTA has 16 MT WR rows of W and 8 NT rows of X. Its WR WK warps have 16 MT rows each, all rows of
-// X, and every WK-th block of k. A stage of the ring holds W as it is stored (codes are decoded in
-// registers, by the one warp that has those rows) and X as fragments, so that every read of either
-// is 16 bytes a lane without a conflict. Where N alone makes too few CTAs, gridDim.z of them split
+// A CTA has 16 MT WR rows of W and 8 NT WC rows of X. Of its WR WC WK warps each has 16 MT by 8 NT of
+// them, and every WK-th block of k. A stage of the ring holds W as it is stored (codes are decoded in
+// registers, by the warps that have those rows) and X as fragments, so that every read of either is
+// 16 bytes a lane without a conflict. Where N alone makes too few CTAs, gridDim.z of them split
 // K; the last to come adds the partial sums in the order of the splits.
 //
 // The order of k within a block is that of W's bytes: lane t = lane % 4 of a row's four takes its
@@ -67,20 +67,21 @@ DEV bool merge(float (&sums)[MT][NT][4], float* workspace, i32* tickets) {
   return true;
 }
 
-// Grid: x over blocks of 8 NT rows of X, y over 16 MT WR rows of W, z over splits of K. `workspace`
-// has gridDim.x y z blocks of 16 MT WR * 8 NT floats, `tickets` a zero for each x, y (and is left
-// so); both unused if gridDim.z is 1. `shared`: as `linear_tiled.py` computes it.
-template <class F, int NT, int MT, int WR, int WK, int STAGES>
+// Grid: x over blocks of 8 NT WC rows of X, y over 16 MT WR rows of W, z over splits of K.
+// `workspace` has gridDim.x y z blocks of 16 MT WR * 8 NT WC floats, `tickets` a zero for each x, y
+// (and is left so); both unused if gridDim.z is 1. `shared`: as `linear_tiled.py` computes it.
+template <class F, int NT, int MT, int WR, int WC, int WK, int STAGES>
 DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                     i32 K, float* workspace, i32* tickets, uint4* shared) {
-  constexpr int WARPS = WR * WK, THREADS = 32 * WARPS, PLANES = F::PLANES, UNITS = F::BLOCK / 32;
-  constexpr int ROWS = 16 * MT * WR, COLUMNS = 8 * NT, PITCH = COLUMNS + 1, STEP = F::BLOCK * WK;
+  constexpr int WARPS = WR * WC * WK, THREADS = 32 * WARPS, PLANES = F::PLANES, UNITS = F::BLOCK / 32;
+  constexpr int ROWS = 16 * MT * WR, COLUMNS = 8 * NT * WC, PITCH = COLUMNS + 1;
+  constexpr int STEP = F::BLOCK * WK, TILES = NT * WC;
   constexpr int W_PIECES = 4 * PLANES * ROWS * WK, X_PIECES = COLUMNS * STEP / 8;
   constexpr int STAGE = W_PIECES + X_PIECES, OWN = MT / WK;
   static_assert(MT % WK == 0 && W_PIECES % THREADS == 0 && X_PIECES % THREADS == 0, "whole shares");
   __shared__ float rstd[COLUMNS], row_scale[ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int wr = warp % WR, wk = warp / WR;
+  const int wr = warp % WR, wc = warp / WR % WC, wk = warp / (WR * WC);
   const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * ROWS, splits = gridDim.z;
   const int steps = (K + STEP - 1) / STEP, split = blockIdx.z;
   const int begin = steps * split / splits, end = steps * (split + 1) / splits;
@@ -105,7 +106,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
       const int slot = column % 8 * 4 + F::lane(piece % (F::BLOCK / 8)) ^ unit % 2 * 4;
       const int m = m0 + column, k = step * STEP + 8 * piece;
       const bool valid = m < M && k < K;
-      cp_async16_zfill(stage + W_PIECES + (unit * NT + column / 8) * 32 + slot,
+      cp_async16_zfill(stage + W_PIECES + (unit * TILES + column / 8) * 32 + slot,
                        valid ? x + static_cast<i64>(m) * K + k : x, valid ? 16 : 0);
     }
   };
@@ -149,7 +150,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
       slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
     }
     const uint4* const w = stage + (wk * PLANES * ROWS + 16 * MT * wr) * 4 + t;
-    const uint4* const values = stage + W_PIECES + wk * UNITS * NT * 32;
+    const uint4* const values = stage + W_PIECES + (wk * UNITS * TILES + NT * wc) * 32;
     uint4 planes[MT][2][PLANES];
     typename F::Scales now[MT];
 #pragma unroll
@@ -178,7 +179,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
             F::fragments(planes[i][half], now[i], unit, half, a[i]);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
-          const uint4 b = values[(unit * NT + j) * 32 + (lane ^ unit % 2 * 4)];
+          const uint4 b = values[(unit * TILES + j) * 32 + (lane ^ unit % 2 * 4)];
 #pragma unroll
           for (int i = 0; i < MT; ++i)
             mma16816(into[i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], b.x, b.y);
@@ -211,14 +212,14 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
 #pragma unroll
         for (int v = 0; v < 4; ++v) own[i][j][v] = acc[i][j][v];
   } else {
-    // [warp of k][row tile][n-tile][lane] 16 bytes
+    // [warp][row tile][n-tile][lane] 16 bytes
     float4* const parts = reinterpret_cast<float4*>(shared) + lane;
 #pragma unroll
     for (int i = 0; i < MT; ++i)
       if (i / OWN != wk)
 #pragma unroll
         for (int j = 0; j < NT; ++j)
-          parts[(((wk * WR + wr) * MT + i) * NT + j) * 32] =
+          parts[((warp * MT + i) * NT + j) * 32] =
               make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
     __syncthreads();
 #pragma unroll
@@ -231,7 +232,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
           for (int from = 0; from < WK; ++from) {
             float four[4] = {acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]};
             if (from != wk) {
-              const float4 part = parts[(((from * WR + wr) * MT + i) * NT + j) * 32];
+              const float4 part = parts[(((warp + (from - wk) * WR * WC) * MT + i) * NT + j) * 32];
               four[0] = part.x, four[1] = part.y, four[2] = part.z, four[3] = part.w;
             }
 #pragma unroll
@@ -252,7 +253,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
         const int row = 16 * (MT * wr + OWN * wk + i) + g + 8 * (v / 2);
-        sums[row * PITCH + 8 * j + 2 * t + v % 2] = own[i][j][v] * (F::UNIT * row_scale[row]);
+        sums[row * PITCH + 8 * (NT * wc + j) + 2 * t + v % 2] = own[i][j][v] * (F::UNIT * row_scale[row]);
       }
   __syncthreads();
   if (weights.extras(n0, min(n0 + ROWS, N))) {

@@ -162,8 +162,8 @@ struct W4 : WholeRows {
   }
 };
 
-template <int NT, int MT, int WR, int WK, int STAGES>
-__global__ void __launch_bounds__(32 * WR * WK, 1)
+template <int NT, int MT, int WR, int WC, int WK, int STAGES>
+__global__ void __launch_bounds__(32 * WR * WC * WK, 1)
 linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
                  i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
                  const float* __restrict__ sumsq, i32 partials, float eps,
@@ -172,11 +172,11 @@ linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x
   extern __shared__ __align__(16) uint4 shared[];
   const F16 weights(weight, K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  tiled_gemm<F16, NT, MT, WR, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
+  tiled_gemm<F16, NT, MT, WR, WC, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
 }
 
-template <int MODE, int NT, int MT, int WR, int WK, int STAGES>
-__global__ void __launch_bounds__(32 * WR * WK, 1)
+template <int MODE, int NT, int MT, int WR, int WC, int WK, int STAGES>
+__global__ void __launch_bounds__(32 * WR * WC * WK, 1)
 linear_nested_tiled(const u8* __restrict__ upper, const u8* __restrict__ lower,
                     const signed char* __restrict__ shift, const i32* __restrict__ outlier_starts,
                     const i32* __restrict__ outlier_columns,
@@ -189,12 +189,12 @@ linear_nested_tiled(const u8* __restrict__ upper, const u8* __restrict__ lower,
   const Nested<MODE> weights({shift, outlier_starts, outlier_columns, outlier_values}, upper, lower,
                              K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  tiled_gemm<Nested<MODE>, NT, MT, WR, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+  tiled_gemm<Nested<MODE>, NT, MT, WR, WC, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
                                                    shared);
 }
 
-template <int GROUP, int NT, int MT, int WR, int WK, int STAGES>
-__global__ void __launch_bounds__(32 * WR * WK, 1)
+template <int GROUP, int NT, int MT, int WR, int WC, int WK, int STAGES>
+__global__ void __launch_bounds__(32 * WR * WC * WK, 1)
 linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
                 const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M,
                 i32 N, i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
@@ -204,6 +204,6 @@ linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
   extern __shared__ __align__(16) uint4 shared[];
   const W4<GROUP> weights(codes, scales, zeros, group_shift, N, K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  tiled_gemm<W4<GROUP>, NT, MT, WR, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+  tiled_gemm<W4<GROUP>, NT, MT, WR, WC, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
                                                 shared);
 }

@@ -78,16 +78,16 @@ def test_every_plan_is_compiled_and_fits_the_workspace(sm_count: int) -> None:
         words = torch.empty(n, -(-k // 128) * 16, dtype=torch.int32)
         w4_weight = W4Weight(words, torch.empty(n, k // 64, dtype=torch.float16), 64)
         warps = set()
-        for m in (1, 8, 9, 16, 17, 32, 33, 64):
+        for m in (1, 8, 9, 16, 17, 32, 33, 64, 65, 1024):
             plan = linear.plan_for(f16_weight, m, sm_count)
             assert linear_plans.f16_spec(plan) in known
             plan = linear.plan_for(w4_weight, m, sm_count)
             assert linear_plans.w4_spec(64, plan) in known
             if isinstance(plan, TiledPlan):
-                blocks = -(-n // plan.rows) * -(-m // (8 * plan.column_tiles))
-                area = plan.rows * 8 * plan.column_tiles
+                blocks = plan.blocks(n, m)
                 if plan.splits > 1:
-                    assert blocks * plan.splits * area <= workspace.sums.numel()
+                    floats = blocks * plan.splits * plan.rows * plan.columns
+                    assert floats <= workspace.sums.numel()
                     assert blocks <= workspace.tickets.numel()
                 alone = linear.plan_for(w4_weight, m, sm_count, split=False)
                 assert isinstance(alone, TiledPlan)
@@ -126,7 +126,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "x type": (lambda: linear.linear_norm(half(1, 16), torch.ones(1, 64), f16()), r"x is torch.f"),
     "x width": (lambda: linear.linear_norm(half(1, 16), half(1, 32), f16()), r"x has shape"),
     "no rows": (lambda: linear.linear_norm(half(0, 16), half(0, 64), f16()), r"x has 0 rows"),
-    "65 rows": (lambda: linear.linear_norm(half(65, 16), half(65, 64), w4()), r"x has 65 .* to 64"),
+    "1025 rows": (
+        lambda: linear.linear_norm(half(1025, 16), half(1025, 64), w4()),
+        r"x has 1025 .* to 1024",
+    ),
     "out": (lambda: linear.linear_norm(half(2, 16), half(1, 64), f16()), r"out has .* \[1, 16\]"),
     "logits": (lambda: linear.linear_logits(half(1, 16), half(1, 64), f16()), r"out is .*float16"),
     "sumsq": (
@@ -162,7 +165,9 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         r"plan holds 1 steps of x in each of 8 warps; weight has 16",
     ),
     "no workspace": (
-        lambda: linear.linear_norm(half(1, 16), half(1, 64), f16(), plan=TiledPlan(2, 1, 2, 2, 3)),
+        lambda: linear.linear_norm(
+            half(1, 16), half(1, 64), f16(), plan=TiledPlan(2, 1, 2, splits=3)
+        ),
         r"plan splits K over 3 CTAs",
     ),
     "small workspace": (
@@ -171,7 +176,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
             half(1, 64),
             f16(),
             workspace=Workspace(torch.zeros(8), torch.zeros(8).int()),
-            plan=TiledPlan(2, 1, 2, 2, 3),
+            plan=TiledPlan(2, 1, 2, splits=3),
         ),
         r"workspace has 8 floats and 8 tickets; plan needs 1536 and 1",
     ),

@@ -1,0 +1,108 @@
+"""How the launches of the tiled linear kernels (17 rows and more) are cut, by shape and card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from deepinfer.kernels.compiler import KernelSpec
+
+Kind = Literal["f16", "w4", "nested", "nested fp8"]
+"""How weights are stored, and for nested ones the mode."""
+
+ROWS_MAX: Final = 1024
+"""The most rows of ``x`` of a launch."""
+
+_BLOCK: Final[dict[Kind, int]] = {"f16": 64, "w4": 128, "nested": 64, "nested fp8": 64}
+"""Columns of a weight that four lanes take at once, as in ``csrc/gemm_tiled.cu``."""
+_BLOCK_BYTES: Final[dict[Kind, int]] = {"f16": 128, "w4": 64, "nested": 128, "nested fp8": 64}
+"""What those are in memory."""
+
+_SHARED_BYTES: Final = 96 * 1024
+"""Of a CTA, at most: an SM86 has 99 KB for one, an H200's SM holds two of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledPlan:
+    """A launch whose warps share tiles of W and of X.
+
+    A warp takes 16 ``row_tiles`` rows of W and 8 ``column_tiles`` rows of X; a CTA has
+    ``row_warps`` times ``column_warps`` of those, which divide every step of K among
+    ``step_warps``. ``splits`` CTAs share K (more than one needs a ``Workspace``).
+    """
+
+    column_tiles: int
+    row_tiles: int
+    row_warps: int
+    column_warps: int = 1
+    step_warps: int = 1
+    splits: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of W a CTA."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Rows of X a CTA."""
+        return 8 * self.column_tiles * self.column_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.column_warps * self.step_warps
+
+    def blocks(self, n: int, m: int) -> int:
+        """CTAs for one split of a weight of ``n`` rows times ``m`` rows of x."""
+        return -(-n // self.rows) * -(-m // self.columns)
+
+
+_NARROW: Final = TiledPlan(4, 2, 4)
+_NARROW_LOW: Final = TiledPlan(4, 2, 2, step_warps=2)
+_WIDE: Final = TiledPlan(8, 2, 4)
+_WIDE_LOW: Final = TiledPlan(8, 2, 2, step_warps=2)
+_SQUARE: Final = TiledPlan(8, 2, 4, column_warps=2)
+_W4_WIDE: Final = TiledPlan(8, 1, 8)  # sums of a group need as many registers again
+
+
+def tiled_plan(
+    kind: Kind, n: int, k: int, m: int, sm_count: int, *, split: bool = True
+) -> TiledPlan:
+    """The measured best cut of a weight ``[n, k]`` times ``m`` rows; ``split``: K may be shared."""
+    if kind == "w4":
+        plan = _NARROW if m <= 32 else _W4_WIDE
+    else:
+        high, low = (_NARROW, _NARROW_LOW) if m <= 32 else (_WIDE, _WIDE_LOW)
+        if m > 64:
+            high = low = _SQUARE
+        plan = high if high.blocks(n, m) >= sm_count else low
+    blocks = plan.blocks(n, m)
+    steps = k // (_BLOCK[kind] * plan.step_warps)
+    splits = max(1, min(2 * sm_count // blocks, steps // 2)) if split else 1
+    return replace(plan, splits=splits)
+
+
+def tiled_spec(kind: Kind, plan: TiledPlan, *, group: int = 128) -> KernelSpec:
+    """The kernel of a plan; ``group``: columns that share a scale of 4-bit weights."""
+    stage = plan.step_warps * (plan.rows * _BLOCK_BYTES[kind] + plan.columns * 2 * _BLOCK[kind])
+    stages = min(8, _SHARED_BYTES // stage)
+    sums = -(-plan.rows * (plan.columns + 1) * 4 // 16) * 16
+    # Chunks of 32 that share a scale; a group of 64 reads its scale twice.
+    leading = {"f16": "", "w4": f"{4 if group >= 128 else 1}, ", "nested": "0, "}.get(kind, "1, ")
+    cut = (
+        f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.row_warps}, {plan.column_warps}, "
+        f"{plan.step_warps}, {stages}"
+    )
+    name = f"linear_{kind.split()[0]}_tiled<{cut}>"
+    return KernelSpec("gemm_tiled.cu", name, plan.threads, max(stages * stage, sums), True)
+
+
+def tiled_specs() -> Iterator[KernelSpec]:
+    """The kernels of all plans of ``tiled_plan``."""
+    for kind in ("f16", "nested", "nested fp8"):
+        for plan in (_NARROW, _NARROW_LOW, _WIDE, _WIDE_LOW, _SQUARE):
+            yield tiled_spec(kind, plan)
+    for group in (32, 128):
+        for plan in (_NARROW, _W4_WIDE):
+            yield tiled_spec("w4", plan, group=group)
