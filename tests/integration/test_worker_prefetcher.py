@@ -118,7 +118,7 @@ def test_bytes_that_change_in_memory_are_not_used() -> None:
     "change",
     [
         lambda bench: setattr(bench.swapper, "_identity", replace(IDENTITY, model="another")),
-        lambda bench: setattr(bench.swapper, "_identity", replace(IDENTITY, precision="fp8")),
+        lambda bench: setattr(bench.swapper, "_identity", replace(IDENTITY, key_scales="other")),
     ],
 )
 def test_a_payload_that_does_not_belong_here_is_refused(change: Callable[[Bench], None]) -> None:
