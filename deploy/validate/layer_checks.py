@@ -14,10 +14,10 @@ from deepinfer.deploy.validate.scope import Scope
 from deepinfer.kernels import linear, pointwise
 from deepinfer.kernels.linear import NestedWeight, W4Weight, Weight
 
-_ROWS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 33, 40, 64)
+_ROWS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 33, 40, 64, 65, 200)
 _SOME_ROWS: Final = (1, 9, 17)
-_NESTED_ROWS: Final = (1, 2, 3, 5, 8, 9, 16)
-_SOME_NESTED_ROWS: Final = (1, 9)
+_NESTED_ROWS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 65, 200)
+_SOME_NESTED_ROWS: Final = (1, 9, 17)
 _HEAD_ROWS_MAX: Final = 65536
 """Rows of the LM head that are checked: float64 copies of all of it would not fit small cards."""
 _KINDS: Final[tuple[Kind, ...]] = ("outliers", "tiny", "saturating")
@@ -74,7 +74,7 @@ def _w4(scope: Scope, rows: int, columns: int, group: int, zeros: bool, bias: bo
 def _linears(scope: Scope, form: str, source: Source, name: str = "") -> Iterator[Check]:
     label, make = source[0], functools.cache(source[1])  # one weight for all of its checks
     label = f"{name} {label}".strip()
-    specs = tuple(spec for spec in linear.specs() if f"_{form}" in spec.source)
+    specs = tuple(spec for spec in linear.specs() if f"_{form}" in spec.source + spec.name)
 
     def check(what: str, run: Callable[[], Iterator[Accuracy]]) -> Check:
         return Check("linear", form, f"{label}: {what}", run, specs)
@@ -99,7 +99,8 @@ def _linears(scope: Scope, form: str, source: Source, name: str = "") -> Iterato
 def _nested(scope: Scope, rows: int, columns: int, bias: bool, name: str = "") -> Iterator[Check]:
     """Both modes of nested weights; FP16 mode beside plain weights of the same values."""
     label = f"{name} {rows}x{columns}{' bias' if bias else ''}".strip()
-    specs = tuple(s for s in linear.specs() if "_nested" in s.source or "_f16" in s.source)
+    forms = ("_nested", "_f16")
+    specs = tuple(s for s in linear.specs() if any(f in s.source + s.name for f in forms))
 
     @functools.cache
     def make() -> NestedWeight:

@@ -57,7 +57,7 @@ enum NestedMode {
 template <int MODE>
 struct Nested : Unscaled, NestedRows {
   static constexpr int PLANES = MODE == NESTED_F16 ? 2 : 1;
-  static constexpr float UNIT = 1.f;
+  static constexpr float UNIT = MODE == NESTED_F16 ? 1.f : UPPER_UNIT;
   const u8 *upper, *lower;
   i32 K;
 
@@ -86,7 +86,7 @@ struct Nested : Unscaled, NestedRows {
       if (MODE == NESTED_F16)
         decode_nested(upper[i], lower[i], a[i][half], a[i][2 + half]);
       else
-        decode_upper(upper[i], a[i][half], a[i][2 + half]);
+        decode_upper_scaled(upper[i], a[i][half], a[i][2 + half]);
   }
 
   __device__ __forceinline__ float row_scale(i32 n) const { return row(n).scale; }
