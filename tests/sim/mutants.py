@@ -437,9 +437,17 @@ MUTANTS = (
     Mutant(
         "exact_request_starves",
         "workers/core/shedding.py",
-        "wanted = rule is not None and rule.shed and not self._exact_here()",
-        "wanted = rule is not None and rule.shed",
-        "an exact request waits for planes that nobody fetches back",
+        "elif self.state is ShedState.OPEN and not wanted and now_ms",
+        "elif self.state is ShedState.OPEN and not (wanted or self._exact_here()) and now_ms",
+        "planes do not return to where an exact request waits for them",
+        "shed_exact_request_forces_the_return",
+    ),
+    Mutant(
+        "exact_request_computed_in_fp8",
+        "workers/core/shedding.py",
+        "return self.state is ShedState.HELD or not _exact(resident)",
+        "return True",
+        "an exact request takes steps while the planes are away",
         "shed_exact_request_forces_the_return",
     ),
     Mutant(
@@ -456,6 +464,7 @@ MUTANTS = (
         "            self._trim()\n",
         "            pass\n",
         "exact requests without KV hold the tail for which they wait",
+        "shed_exact_requests_wait_without_blocks",
     ),
     Mutant(
         "promises_of_the_tail_stand",
