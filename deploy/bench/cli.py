@@ -178,6 +178,22 @@ def bench_handoff(
         )
 
 
+@bench.command("prefetch")
+def bench_prefetch(
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=65536, help="Of a payload. May be repeated; default: three."),
+    ] = None,
+    rounds: Rounds = 20,
+    output: Output = RESULTS,
+) -> None:
+    """A swap-in's copy from another node's store, fetched ahead and not."""
+    with plain_errors():
+        from deepinfer.deploy.bench.prefetch import TOKENS, run_prefetch
+
+        run_prefetch(tokens=tuple(tokens or TOKENS), rounds=rounds, output=output, console=out)
+
+
 @bench.command("memory")
 def bench_memory(
     model: Model = "demo",

@@ -169,10 +169,8 @@ class StorePeer:
 
 
 @asynccontextmanager
-async def running_store(
-    layout: KvLayout, budget_bytes: int
-) -> AsyncIterator[tuple[StorePeer, StorePeer]]:
-    """A store in a process of its own; yields its gRPC and its same-node path."""
+async def store_process(layout: KvLayout, budget_bytes: int) -> AsyncIterator[tuple[str, str]]:
+    """A store in a process of its own; yields its address and token."""
     token = secrets.token_hex(16)
     settings = StoreSettings(
         store="store-bench",
@@ -186,24 +184,34 @@ async def running_store(
     process = context.Process(target=_serve_store, args=(settings, theirs), daemon=True)
     process.start()
     theirs.close()
-    clients: list[StoreClient] = []
     try:
         if not await asyncio.to_thread(ours.poll, STORE_START_S):
             raise TimeoutError(f"the store did not start within {STORE_START_S:g} s")
-        address: str = ours.recv()
-        paths: tuple[Literal["grpc", "memfd"], ...] = ("grpc", "memfd")
-        for path in paths:
-            writer = WorkerRef(WorkerId(path), Incarnation(os.getpid()))
-            clients.append(StoreClient(address, writer, token=token, path=path))
-        grpc, memfd = clients
-        yield StorePeer(grpc), StorePeer(memfd)
+        yield ours.recv(), token
     finally:
-        for client in clients:
-            await client.close()
         ours.close()  # which the store's process takes as its end
         await asyncio.to_thread(process.join, STORE_START_S)
         process.kill()  # does nothing to one that ended
         process.join()
+
+
+@asynccontextmanager
+async def running_store(
+    layout: KvLayout, budget_bytes: int
+) -> AsyncIterator[tuple[StorePeer, StorePeer]]:
+    """A store in a process of its own; yields its gRPC and its same-node path."""
+    clients: list[StoreClient] = []
+    async with store_process(layout, budget_bytes) as (address, token):
+        try:
+            paths: tuple[Literal["grpc", "memfd"], ...] = ("grpc", "memfd")
+            for path in paths:
+                writer = WorkerRef(WorkerId(path), Incarnation(os.getpid()))
+                clients.append(StoreClient(address, writer, token=token, path=path))
+            grpc, memfd = clients
+            yield StorePeer(grpc), StorePeer(memfd)
+        finally:
+            for client in clients:
+                await client.close()
 
 
 def _serve_store(settings: StoreSettings, parent: Connection) -> None:
