@@ -38,6 +38,7 @@ from deepinfer.kvstore.core.messages import (
     WorkerReport,
 )
 from deepinfer.kvstore.core.precision import PrecisionLevel, PrecisionRule
+from deepinfer.kvstore.core.shed import ShedLevel, ShedState
 from deepinfer.kvstore.core.states import State
 from deepinfer.proto import control_pb2, ids_pb2, kvstore_pb2
 
@@ -126,8 +127,14 @@ def worker_report_from(said: control_pb2.WorkerReport) -> WorkerReport:
             Usage(seq_from(u.seq), u.private_blocks, u.tokens, u.last_step, u.advanced)
             for u in said.usage
         ),
+        shed=_shed_from(said.shed) if said.HasField("shed") else None,
         precision=_precision_from(said.precision) if said.HasField("precision") else None,
     )
+
+
+def _shed_from(said: control_pb2.ShedLevel) -> ShedLevel:
+    state = _enum(ShedState, "shed.state", said.state)
+    return ShedLevel(state, said.ordinary_blocks, said.tail_blocks, said.return_ms)
 
 
 def _precision_from(said: control_pb2.PrecisionLevel) -> PrecisionLevel:
@@ -239,7 +246,10 @@ def reply_to(reply: ReportReply) -> control_pb2.ReportReply:
         disown=[control_pb2.Disown(seq=seq_to(d.seq), claim=d.claim) for d in reply.disown],
         reject=[
             control_pb2.Reject(
-                seq=seq_to(r.seq), blocks_needed=r.blocks_needed, blocks_total=r.blocks_total
+                seq=seq_to(r.seq),
+                blocks_needed=r.blocks_needed,
+                blocks_total=r.blocks_total,
+                why=r.why.value,
             )
             for r in reply.reject
         ],

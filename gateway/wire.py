@@ -27,6 +27,7 @@ from deepinfer.kvstore.core.messages import (
     Notice,
     NoticeKind,
     Reject,
+    RejectReason,
     ReportReply,
     RequestLevel,
     Scores,
@@ -45,6 +46,7 @@ from deepinfer.proto.bundle import unbundled
 from deepinfer.proto.fields import SAMPLING_SCALARS
 
 _PRECISIONS = tuple(Precision)
+_REASONS = {reason.value: reason for reason in RejectReason}
 _FINISH_NAMES = {reason.value: reason for reason in FinishReason}
 
 
@@ -266,6 +268,13 @@ def _level_to(level: RequestLevel) -> control_pb2.RequestLevel:
     )
 
 
+def _reject_from(said: control_pb2.Reject) -> Reject:
+    why = _REASONS.get(said.why or RejectReason.TOO_LARGE.value)
+    if why is None:
+        raise LinkError(f"reject.why = {said.why!r}: must be one of {', '.join(_REASONS)}")
+    return Reject(seq_from(said.seq), said.blocks_needed, said.blocks_total, why)
+
+
 def reply_from(said: control_pb2.ReportReply) -> ReportReply:
     """Read the controller's answer."""
     return ReportReply(
@@ -273,5 +282,5 @@ def reply_from(said: control_pb2.ReportReply) -> ReportReply:
         number=said.number,
         resync=said.resync,
         disown=tuple(Disown(seq_from(d.seq), d.claim) for d in said.disown),
-        reject=tuple(Reject(seq_from(r.seq), r.blocks_needed, r.blocks_total) for r in said.reject),
+        reject=tuple(_reject_from(reject) for reject in said.reject),
     )

@@ -80,8 +80,20 @@ class PrecisionLevel(_message.Message):
     ms_fp8: int
     def __init__(self, level: _Optional[int] = ..., levels: _Optional[int] = ..., ratio: _Optional[float] = ..., remark: _Optional[str] = ..., switches: _Optional[int] = ..., tokens_fp16: _Optional[int] = ..., tokens_mixed: _Optional[int] = ..., tokens_fp8: _Optional[int] = ..., ms_fp16: _Optional[int] = ..., ms_mixed: _Optional[int] = ..., ms_fp8: _Optional[int] = ...) -> None: ...
 
+class ShedLevel(_message.Message):
+    __slots__ = ("state", "ordinary_blocks", "tail_blocks", "return_ms")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ORDINARY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_MS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    ordinary_blocks: int
+    tail_blocks: int
+    return_ms: int
+    def __init__(self, state: _Optional[str] = ..., ordinary_blocks: _Optional[int] = ..., tail_blocks: _Optional[int] = ..., return_ms: _Optional[int] = ...) -> None: ...
+
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "incarnation", "node", "number", "complete", "epoch_seen", "orders_seen", "block_bytes", "block_size", "blocks_total", "blocks_free", "blocks_short", "stalled", "draining", "residents", "departed", "usage", "address", "counters", "precision")
+    __slots__ = ("worker", "incarnation", "node", "number", "complete", "epoch_seen", "orders_seen", "block_bytes", "block_size", "blocks_total", "blocks_free", "blocks_short", "stalled", "draining", "residents", "departed", "usage", "address", "counters", "shed", "precision")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +120,7 @@ class WorkerReport(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SHED_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: int
@@ -128,8 +141,9 @@ class WorkerReport(_message.Message):
     usage: _containers.RepeatedCompositeFieldContainer[Usage]
     address: str
     counters: _containers.ScalarMap[str, float]
+    shed: ShedLevel
     precision: PrecisionLevel
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., complete: _Optional[bool] = ..., epoch_seen: _Optional[int] = ..., orders_seen: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_short: _Optional[int] = ..., stalled: _Optional[bool] = ..., draining: _Optional[bool] = ..., residents: _Optional[_Iterable[_Union[ResidentLevel, _Mapping]]] = ..., departed: _Optional[_Iterable[_Union[Departed, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ..., address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., precision: _Optional[_Union[PrecisionLevel, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., complete: _Optional[bool] = ..., epoch_seen: _Optional[int] = ..., orders_seen: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_short: _Optional[int] = ..., stalled: _Optional[bool] = ..., draining: _Optional[bool] = ..., residents: _Optional[_Iterable[_Union[ResidentLevel, _Mapping]]] = ..., departed: _Optional[_Iterable[_Union[Departed, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ..., address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., shed: _Optional[_Union[ShedLevel, _Mapping]] = ..., precision: _Optional[_Union[PrecisionLevel, _Mapping]] = ...) -> None: ...
 
 class TicketLevel(_message.Message):
     __slots__ = ("ticket", "state", "payload_bytes", "tokens", "blocks")
@@ -244,14 +258,16 @@ class Disown(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., claim: _Optional[int] = ...) -> None: ...
 
 class Reject(_message.Message):
-    __slots__ = ("seq", "blocks_needed", "blocks_total")
+    __slots__ = ("seq", "blocks_needed", "blocks_total", "why")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     seq: _ids_pb2.Seq
     blocks_needed: int
     blocks_total: int
-    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., blocks_needed: _Optional[int] = ..., blocks_total: _Optional[int] = ...) -> None: ...
+    why: str
+    def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., blocks_needed: _Optional[int] = ..., blocks_total: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class PrecisionRule(_message.Message):
     __slots__ = ("policy", "level_max", "threshold_tokens", "ttft_target_ms", "tpot_target_ms", "dwell_ms", "waiting_tokens", "waiting_ms", "shed")

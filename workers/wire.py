@@ -33,6 +33,7 @@ from deepinfer.kvstore.core.precision import (
     resolve_policy,
 )
 from deepinfer.kvstore.core.requests import RequestRecord, SamplingParams, Token
+from deepinfer.kvstore.core.shed import ShedLevel
 from deepinfer.proto import control_pb2, ids_pb2, inference_pb2, link_pb2
 from deepinfer.proto.bundle import unbundled
 from deepinfer.proto.fields import SAMPLING_SCALARS
@@ -212,8 +213,18 @@ def report_to(report: WorkerReport, counters: Mapping[str, float]) -> control_pb
         residents=map(_level_to, report.residents),
         departed=map(_departed_to, report.departed),
         usage=map(_usage_to, report.usage),
+        shed=None if report.shed is None else _shed_to(report.shed),
         precision=None if report.precision is None else _precision_to(report.precision),
         counters=counters,
+    )
+
+
+def _shed_to(level: ShedLevel) -> control_pb2.ShedLevel:
+    return control_pb2.ShedLevel(
+        state=level.state.value,
+        ordinary_blocks=level.ordinary_blocks,
+        tail_blocks=level.tail_blocks,
+        return_ms=level.return_ms,
     )
 
 

@@ -36,6 +36,7 @@ from deepinfer.kvstore.core.messages import (
     WorkerReport,
 )
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, SamplingParams, Token
+from deepinfer.kvstore.core.shed import ShedLevel, ShedState
 from deepinfer.kvstore.core.states import State
 from deepinfer.proto import control_pb2, link_pb2
 from deepinfer.workers import wire
@@ -149,6 +150,7 @@ def test_the_controller_reads_a_report_as_it_was() -> None:
             Departed(SEQ, RUN, Departure.DROPPED, None, 0, 0),
         ),
         usage=(Usage(SEQ, 3, 40, 2**40, 4),),
+        shed=ShedLevel(ShedState.CLOSING, 100, 40, 250),
     )
     sent = control_pb2.WorkerReport.FromString(
         wire.report_to(report, {"steps": 3.0}).SerializeToString()
