@@ -146,9 +146,10 @@ async def _size(
             swapper.fetch(fetch)
             done = await events.get()
             took_ms = (time.perf_counter() - started) * 1e3
-            right = isinstance(done, FetchDone) and done.status is StoreStatus.OK
-            if not right or done.ahead is not (True if ahead else None):
+            if not isinstance(done, FetchDone) or done.status is not StoreStatus.OK:
                 raise RuntimeError(f"fetch: {done}")
+            if bool(done.ahead) is not ahead:
+                raise RuntimeError(f"fetched {'' if ahead else 'not '}ahead, and not so taken")
             if number >= WARM_UP:
                 taken_ms[ahead].append(round(took_ms, 3))
     await client.release(ticket, epoch=1)
