@@ -12,8 +12,16 @@ from torch import Tensor
 from deepinfer.deploy.validate import accuracy
 from deepinfer.deploy.validate.accuracy import Accuracy, Miss
 from deepinfer.deploy.validate.linear_cases import inputs, normal
-from deepinfer.kernels import linear, nested, pointwise, reference_linear, reference_pointwise
+from deepinfer.kernels import (
+    linear,
+    linear_w8a8,
+    nested,
+    pointwise,
+    reference_linear,
+    reference_pointwise,
+)
 from deepinfer.kernels.linear import AnyPlan, F16Weight, NestedWeight, Workspace
+from deepinfer.kernels.reference_linear import HALF_MAX
 
 _OUTLIERS: Final = 3
 _LAST_BIT: Final = 2.0**-14 * (1 + 2.0**-10)
@@ -132,3 +140,60 @@ def check_embed(columns: int, *, device: str) -> None:
             raise Miss("embed: not the rows of a nested embedding")
         torch.testing.assert_close(hidden.double(), scaled, rtol=2.0**-10, atol=2.0**-24)
         torch.testing.assert_close(sums.double(), squares, rtol=2.0**-20, atol=0)
+
+
+def check_quantize(rows: int, columns: int, *, device: str) -> None:
+    """Every value is its code times its row's scale, to half a unit of the code's last place."""
+    x = inputs(rows, columns, "outliers", device)
+    x[0] = 0
+    x[1] *= 2.0**-20
+    x[2, 3] = -HALF_MAX
+    scratch = linear_w8a8.Scratch.allocate(rows, columns, device)
+    scratch.codes.fill_(0x7F)  # NaN
+    scratch.scales.fill_(math.nan)
+    found = linear_w8a8.quantize_rows(x, scratch)
+    codes = found.codes.view(torch.float8_e4m3fn).double()
+    largest = x.double().abs().amax(1, keepdim=True)
+    scales = torch.where(largest > 0, largest / 448, 1.0)
+    torch.testing.assert_close(found.scales.double(), scales, rtol=2.0**-22, atol=0)
+    # Half a unit: of a normal code 2^-4 of it, of a subnormal one 2^-10.
+    room = (x.double() / scales).abs().clamp_min(2.0**-6) * (2.0**-4 + 2.0**-20)
+    if bool(((codes - x.double() / scales).abs() > room).any()):
+        raise Miss("quantize_rows: a code is not the nearest one")
+
+
+def check_outliers(rows: int, columns: int, m: int, *, device: str) -> None:
+    """What the list of outliers contributes is added, rounded once."""
+    weight = nested_weight(rows, columns, bias=False, device=device)
+    alone = nested.NestedWeight(
+        torch.zeros_like(weight.upper),
+        None,
+        None,
+        weight.outlier_starts,
+        weight.outlier_columns,
+        weight.outlier_values,
+    )
+    x, before = inputs(m, columns, "normal", device), normal(m, rows, device=device, seed=11).half()
+    out = before.clone()
+    linear_w8a8.add_outliers(out, x, weight)
+    wanted = before.double() + x.double() @ reference_linear.dense(alone, fp8=True).T
+    torch.testing.assert_close(out.double(), wanted, rtol=2.0**-10, atol=2.0**-20)
+
+
+def check_w8a8(rows: int, columns: int, m: int, *, device: str) -> None:
+    """The product of the quantised rows, against float64 on the same codes and scales."""
+    weight = nested_weight(rows, columns, bias=True, device=device)
+    scratch = linear_w8a8.Scratch.allocate(m, columns, device)
+    x = inputs(m, columns, "outliers", device)
+    out = torch.full((m, rows), math.nan, dtype=torch.float16, device=device)
+    linear_w8a8.linear_w8a8(out, x, linear_w8a8.W8A8Weight.of(weight), scratch)
+    quantised = scratch.of(m, columns)
+    codes = quantised.codes.view(torch.float8_e4m3fn).double() * quantised.scales.double()
+    planes = nested.NestedWeight(weight.upper, None, weight.row_shift)
+    listed = reference_linear.dense(weight, fp8=True) - reference_linear.dense(planes, fp8=True)
+    wanted = codes @ reference_linear.dense(planes, fp8=True).T + x.double() @ listed.T
+    assert weight.bias is not None
+    wanted += weight.bias.double()
+    problem = accuracy.product("w8a8", out, wanted.clamp(-HALF_MAX, HALF_MAX)).problem
+    if problem is not None:
+        raise Miss(problem)
