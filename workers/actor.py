@@ -44,8 +44,8 @@ class WorkerSettings:
     """All that one worker process is told; picklable.
 
     Raises:
-        ValueError: worker, node or token is empty, threads is below 1, unknown weights, or a
-            number of levels that there cannot be.
+        ValueError: worker, node or token is empty, threads is below 1, unknown weights, a number
+            of levels that there cannot be, or both shed and start_shed.
     """
 
     worker: str
@@ -61,6 +61,12 @@ class WorkerSettings:
     """``nested``: those of a plain checkpoint are nested; a nested one is so either way."""
     precision_levels: int = 2
     """Levels of a nested model: FP16, FP8, and those between them."""
+    shed: bool = False
+    """The lower planes of a nested model may leave the device for KV blocks, and come back."""
+    shed_head: bool = False
+    """Those of the LM head too."""
+    start_shed: bool = False
+    """The lower planes of a nested model are never loaded: all of it is computed in FP8."""
     quality: QualitySettings | None = None
     """None: every KV dtype is served, whatever it does to the model."""
     store_path: StorePath = "auto"
@@ -82,6 +88,10 @@ class WorkerSettings:
         if not 1 <= self.precision_levels <= LEVELS_MAX:
             raise ValueError(
                 f"precision_levels = {self.precision_levels}: must be 1 to {LEVELS_MAX}"
+            )
+        if self.shed and self.start_shed:
+            raise ValueError(
+                "shed = True: must be False with start_shed, which leaves none to shed"
             )
 
 

@@ -20,12 +20,14 @@ from deepinfer.workers.core.core import WorkerCore
 from deepinfer.workers.engine import Engine
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.card import find_card
+from deepinfer.workers.gpu.settings import NestedSettings
 from deepinfer.workers.links import GatewayLinks, ReportLink
 from deepinfer.workers.model.costs import measure_costs
 from deepinfer.workers.model.decoder import Decoder, kv_layout
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.runner import ModelRunner
 from deepinfer.workers.model.weights import LoadedModel, Progress
+from deepinfer.workers.planes import CpuPlanes, Planes, tail_blocks
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.quality import CpuTrial, QualityGate, Verdict
 from deepinfer.workers.shell import WorkerShell
@@ -44,6 +46,8 @@ class Device(NamedTuple):
     """What there is to say of it at the start, a line each."""
     gauges: Mapping[str, float] = {}
     """Levels that never change, by exported name."""
+    planes: Planes | None = None
+    """Lower planes of the weights that may leave; None: there are none, or they stay."""
 
 
 def open_device(
@@ -78,25 +82,53 @@ def open_device(
         from deepinfer.workers.gpu.opening import StepSizes, open_gpu
 
         sizes = StepSizes(config.max_batch_tokens, config.max_batch_seqs)
+        nested = None
+        if model.nested:
+            nested = NestedSettings(
+                levels=settings.precision_levels,
+                shed=settings.shed,
+                shed_head=settings.shed_head,
+                start_shed=settings.start_shed,
+            )
         ready = open_gpu(
-            find_card(), model, layout, settings.gpu, sizes, config.blocks_total, settle
+            find_card(),
+            model,
+            layout,
+            settings.gpu,
+            sizes,
+            config.blocks_total,
+            settle,
+            nested=nested,
         )
         verdict = ready.verdict or verdict or Verdict()
         engine = Engine(ready.runner, failpoints)
         notes, identity = (*ready.notes, *verdict.notes), _identity(loaded, verdict)
-        return Device(engine, ready.pool, ready.blocks, identity, notes, verdict.gauges)
+        return Device(
+            engine, ready.pool, ready.blocks, identity, notes, verdict.gauges, ready.planes
+        )
     backend = CpuBackend(threads=settings.threads)
-    decoder = Decoder(model, backend, settings.precision_levels)
+    upper_only = settings.start_shed and model.nested
+    decoder = Decoder(model, backend, settings.precision_levels, upper_only=upper_only)
     if settle is not None:
         verdict = settle(CpuTrial(decoder, backend, config.block_size))
-    pool = PagedPool(layout, config.blocks_total, backend.device)
+    verdict = verdict or Verdict()
+    blocks, head = config.blocks_total, settings.shed_head
+    sheds = settings.shed and decoder.levels.count > 1 and not upper_only
+    tail = tail_blocks(decoder, layout.block_bytes, head=head) if sheds else 0
+    pool = PagedPool(layout, blocks + tail, backend.device)
     runner = ModelRunner(decoder, pool, backend)
     if runner.levels > 1:
         runner.costs = measure_costs(runner)
+    runner.level_min = runner.levels - 1 if upper_only else 0
+    planes = None
+    if tail:
+        weights = verdict.model(loaded).weights
+        planes = CpuPlanes(
+            decoder, weights, runner, pool, blocks, head=head, threads=settings.threads
+        )
     engine = Engine(runner, failpoints)
-    verdict = verdict or Verdict()
     identity = _identity(loaded, verdict)
-    return Device(engine, pool, pool.num_blocks, identity, verdict.notes, verdict.gauges)
+    return Device(engine, pool, blocks, identity, verdict.notes, verdict.gauges, planes)
 
 
 def _identity(model: LoadedModel, verdict: Verdict) -> KvIdentity:
@@ -126,9 +158,12 @@ def assemble(
         blocks_total=device.blocks,
         levels=device.engine.levels,
         costs=device.engine.costs,
+        tail_blocks=0 if device.planes is None else device.planes.tail_blocks,
+        return_ms=0 if device.planes is None else device.planes.return_ms,
+        start_shed=settings.start_shed and device.engine.levels > 1,
     )
     core = WorkerCore(ref, NodeId(settings.node), config)
-    shell = WorkerShell(core, device.engine, die=die, gauges=device.gauges)
+    shell = WorkerShell(core, device.engine, die=die, gauges=device.gauges, planes=device.planes)
     shell.connect(
         GatewayLinks(ref, settings.token, shell.feed),
         ReportLink(settings.token, shell.feed, find_controller, shell.counters),

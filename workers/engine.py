@@ -54,6 +54,9 @@ class Runner(Protocol):
         self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit, level: int = 0
     ) -> torch.Tensor: ...
 
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks within the pool, (from, to), before what is computed next."""
+
 
 class Engine:
     """One model on one device. ``run`` blocks; only one thread may call it."""
@@ -82,6 +85,8 @@ class Engine:
 
         Raises whatever the device raises: after that its state is unknown and the process must go.
         """
+        if plan.moves:
+            self._runner.move_blocks(plan.moves)
         sane = [chunk for chunk in plan.chunks if self._computable(chunk)]
         failed = [chunk.seq for chunk in plan.chunks if not self._computable(chunk)]
         outputs: tuple[StepOutput, ...] = ()

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 from deepinfer.kvstore.core.ids import GatewayId, StoreId
 from deepinfer.kvstore.core.messages import Order, ToGateway, WorkerReport
@@ -19,12 +19,16 @@ from deepinfer.workers.core.events import (
     Commit,
     FetchPayload,
     ForgetSeq,
+    PlanesRestored,
+    PlanesShed,
     PrefetchPayload,
     PutPayload,
     Report,
     Resolve,
+    RestorePlanes,
     RunStep,
     SendToGateway,
+    ShedPlanes,
     StartDrain,
     StepDone,
     Tick,
@@ -32,6 +36,7 @@ from deepinfer.workers.core.events import (
     WorkerEvent,
 )
 from deepinfer.workers.engine import Engine, EngineThread
+from deepinfer.workers.planes import Planes
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +110,8 @@ class WorkerShell:
 
     ``die`` is called, on any thread, when the device or the core has failed: their state is
     unknown, so the process must exit and be started anew. ``gauges`` are levels of the device that
-    never change, by exported name. Created on the loop that it lives on;
-    ``connect`` before ``start``.
+    never change, by exported name; ``planes`` may leave the device. Created on the loop that it
+    lives on; ``connect`` before ``start``.
     """
 
     def __init__(
@@ -117,8 +122,11 @@ class WorkerShell:
         die: Callable[[BaseException], None],
         clock_ms: Callable[[], int] = monotonic_ms,
         gauges: Mapping[str, float] | None = None,
+        planes: Planes | None = None,
     ) -> None:
         self.core = core
+        self._planes = planes
+        self._moving_planes: asyncio.Task[None] | None = None
         self._gauges = dict(gauges or {})
         self._die = die
         self._clock_ms = clock_ms
@@ -133,6 +141,8 @@ class WorkerShell:
         self._performers: dict[type, Callable[..., None]] = {
             RunStep: lambda effect: self._engine.submit(effect.plan),
             ForgetSeq: lambda effect: None,  # Nothing here outlives a step.
+            ShedPlanes: lambda effect: self._begin_with_planes(self._shed()),
+            RestorePlanes: lambda effect: self._begin_with_planes(self._restore()),
         }
 
     def connect(self, gateways: Gateways, reports: Reports, swapper: Swapper) -> None:
@@ -196,6 +206,8 @@ class WorkerShell:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticking
+        if self._moving_planes is not None:
+            await self._moving_planes
         for part in (self._gateways, self._reports, self._swapper):
             if part is not None:
                 await part.close()
@@ -208,6 +220,35 @@ class WorkerShell:
         # Called by the engine's thread. A loop that has closed needs no results.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.feed, done)
+
+    def _begin_with_planes(self, work: Coroutine[Any, Any, None]) -> None:
+        """One at a time: the core asks for the next when it knows how the last one ended."""
+        self._moving_planes = self._loop.create_task(work)
+
+    async def _shed(self) -> None:
+        assert self._planes is not None, "a core without planes never sheds"
+        try:
+            await asyncio.to_thread(self._planes.shed)
+        except Exception as error:
+            log.exception("the lower planes could not be given up")
+            self._die(error)
+            return
+        log.info("the weights' lower planes are away: %d blocks more", self._planes.tail_blocks)
+        self.feed(PlanesShed())
+
+    async def _restore(self) -> None:
+        assert self._planes is not None, "a core without planes never restores any"
+        began = time.monotonic()
+        try:
+            wait = await asyncio.to_thread(self._planes.restore)
+            if wait is not None:
+                await asyncio.to_thread(wait)
+        except Exception as error:  # the core counts it, and asks again
+            log.exception("the lower planes did not come back")
+            self.feed(PlanesRestored(False, str(error)))
+            return
+        log.info("the lower planes are back after %.0f ms", (time.monotonic() - began) * 1e3)
+        self.feed(PlanesRestored(True))
 
     async def _tick(self) -> None:
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ ROPE_CHUNK: Final = 1024
 
 LEVELS_DEFAULT: Final = 2
 """Levels of a nested model: FP16 and FP8."""
+
+_Form = TypeVar("_Form")
 
 Read = Callable[[str], Tensor]
 """A tensor by its Hugging Face name."""
@@ -88,13 +90,18 @@ class Decoder:
 
     ``embedding`` looks rows up. On the CPU that is in the mapped checkpoint itself, which needs
     no memory of its own. A nested model has ``precision_levels`` levels and is packed twice, its
-    FP16 and its FP8 values; others have one level.
+    FP16 and its FP8 values, with ``upper_only`` the latter alone; others have one level.
 
     Raises ValueError for a number of levels that there cannot be.
     """
 
     def __init__(
-        self, model: LoadedModel, backend: Backend, precision_levels: int = LEVELS_DEFAULT
+        self,
+        model: LoadedModel,
+        backend: Backend,
+        precision_levels: int = LEVELS_DEFAULT,
+        *,
+        upper_only: bool = False,
     ) -> None:
         self.config = model.config
         self.fingerprint = model.fingerprint
@@ -102,6 +109,7 @@ class Decoder:
         config, weights = model.config, model.weights
         levels = precision_levels if model.nested else 1
         self.levels = PrecisionLevels(config.layers, levels, model.layer_order)
+        self._upper_only = upper_only
         if backend.device.type == "cpu":
             self.embedding = weights.rows(EMBEDDING)
         else:
@@ -109,10 +117,11 @@ class Decoder:
         # The largest first: what packing needs besides the result is then smaller than the rest.
         head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
         reads = self._reads(weights)
-        self._heads = tuple(backend.pack_linear(read(head), None) for read in reads)
+        self._heads = self._forms([backend.pack_linear(read(head), None) for read in reads])
         self._layers: list[tuple[DecoderLayer, ...]] = []
         for layer in range(config.layers):
-            self._layers.append(tuple(_pack_layer(config, read, layer, backend) for read in reads))
+            forms = [_pack_layer(config, read, layer, backend) for read in reads]
+            self._layers.append(self._forms(forms))
             weights.release()
             if layer % TRIM_LAYERS == 0:
                 trim_heap()
@@ -137,21 +146,42 @@ class Decoder:
         """Read q, k and v, and their norms, anew: the same model's, but for key scales."""
         reads = self._reads(weights)
         for index, forms in enumerate(self._layers):
-            taken = []
-            for layer, read in zip(forms, reads, strict=True):
+            taken: list[DecoderLayer] = []
+            for layer, read in zip(forms[: len(reads)], reads, strict=True):
                 qkv, q_norm, k_norm = _pack_projections(self.config, read, index, self.backend)
                 taken.append(replace(layer, qkv=qkv, q_norm=q_norm, k_norm=k_norm))
-            self._layers[index] = tuple(taken)
+            self._layers[index] = self._forms(taken)
             weights.release()
         trim_heap()
 
+    def drop_planes(self, *, head: bool) -> None:
+        """Let go of the FP16 values of every layer, and of the head: FP8 stands in for them."""
+        self._layers[:] = [(fp8, fp8) for _, fp8 in self._layers]
+        if head:
+            self._heads = (self._heads[1], self._heads[1])
+
+    def pack_planes(self, weights: WeightSource, layers: range) -> None:
+        """Pack the FP16 values of some layers as at first; on any thread: no step reads them."""
+        for layer in layers:
+            form = _pack_layer(self.config, weights.read, layer, self.backend)
+            self._layers[layer] = (form, self._layers[layer][1])
+            weights.release()
+
+    def pack_head(self, weights: WeightSource) -> None:
+        """The same of the LM head."""
+        head = EMBEDDING if self.config.tied_embeddings else "lm_head.weight"
+        self._heads = (self.backend.pack_linear(weights.read(head), None), self._heads[1])
+
+    def _forms(self, packed: list[_Form]) -> tuple[_Form, ...]:
+        """What is read at a step's level: of a model without its lower planes, always the same."""
+        return tuple(packed * 2) if self._upper_only else tuple(packed)
+
     def _reads(self, weights: WeightSource) -> tuple[Read, ...]:
         """How to read the weights, once for every form in which they are packed."""
-        return (
-            (weights.read,)
-            if self.levels.count == 1
-            else (weights.read, partial(nested_read, weights))
-        )
+        upper = partial(nested_read, weights)
+        if self._upper_only:
+            return (upper,)
+        return (weights.read,) if self.levels.count == 1 else (weights.read, upper)
 
     def forward(
         self, token_ids: Tensor, plan: Plan, pool: PagedPool, in_fp8: Sequence[bool]

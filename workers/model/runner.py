@@ -92,6 +92,8 @@ class ModelRunner:
         self.costs: tuple[StepCost, ...] = ()
         """What steps take at each level (``costs.measure_costs``); () if that was not measured."""
         self._levels: Levels = levels or self.decoder.levels
+        self.level_min = 0
+        """The lowest level that there is now: below it weights are not there."""
         with torch.inference_mode():
             backend.calibrate(self.decoder.linears(), layout)
 
@@ -166,6 +168,8 @@ class ModelRunner:
 
     def _residual(self, slices: Sequence[SequenceSlice], level: int) -> Tensor:
         in_fp8 = self._levels.fp8_layers(level)
+        if level < self.level_min:
+            raise ValueError(f"level = {level}: must be {self.level_min} or more without planes")
         if not slices:
             raise ValueError("forward needs at least one slice")
         for index, part in enumerate(slices):
