@@ -72,7 +72,7 @@ def _own(name: str, weights: Sequence[Weight], x: Tensor) -> float:
     rows = x.shape[0]
     workspace = Workspace.allocate(x.device)
     if rows <= linear.max_rows(weights[0]):
-        launch = _fused(name, weights[0], x, workspace)
+        launch = fused(name, weights[0], x, workspace)
         return graph_us([functools.partial(launch, each) for each in weights])
     if name == "head":
         out = torch.empty(rows, weights[0].rows, device=x.device)
@@ -85,33 +85,31 @@ def _own(name: str, weights: Sequence[Weight], x: Tensor) -> float:
     return graph_us([functools.partial(products, half, x, each) for each in weights])
 
 
-def _fused(name: str, weight: Weight, x: Tensor, workspace: Workspace) -> Callable[[Weight], None]:
-    """The product as a fused layer launches it."""
+def fused(
+    name: str, weight: Weight, x: Tensor, workspace: Workspace, *, fp8: bool = False
+) -> Callable[[Weight], None]:
+    """The product as a fused layer launches it, with the epilogue that its weight has."""
     rows, n, k = x.shape[0], weight.rows, weight.columns
 
     def half(columns: int) -> Tensor:
         return torch.empty(rows, columns, device=x.device, dtype=torch.float16)
 
-    sumsq = torch.full((rows, linear.partials(k)), 16.0, device=x.device)
-    if name == "qkv":
-        out = half(n)
-        return lambda w: linear.linear_norm(out, x, w, sumsq=sumsq, eps=_EPS, workspace=workspace)
-    if name == "gate_up":
-        gated = half(n // 2)
-        return lambda w: linear.linear_swiglu(
-            gated, x, w, sumsq=sumsq, eps=_EPS, workspace=workspace
+    if name in ("o", "down"):
+        residual = torch.zeros(rows, n, device=x.device)
+        sums = torch.empty(rows, linear.partials(n), device=x.device)
+        hidden, gamma = half(n), torch.ones(n, device=x.device, dtype=torch.float16)
+        return lambda w: linear.linear_residual(
+            hidden, residual, sums, x, w, gamma, fp8=fp8, workspace=workspace
         )
+    sumsq = torch.full((rows, linear.partials(k)), 16.0, device=x.device)
     if name == "head":
         logits = torch.empty(rows, n, device=x.device)
         return lambda w: linear.linear_logits(
-            logits, x, w, sumsq=sumsq, eps=_EPS, workspace=workspace
+            logits, x, w, sumsq=sumsq, eps=_EPS, fp8=fp8, workspace=workspace
         )
-    residual = torch.zeros(rows, n, device=x.device)
-    sums = torch.empty(rows, linear.partials(n), device=x.device)
-    hidden, gamma = half(n), torch.ones(n, device=x.device, dtype=torch.float16)
-    return lambda w: linear.linear_residual(
-        hidden, residual, sums, x, w, gamma, workspace=workspace
-    )
+    out = half(n // 2 if name == "gate_up" else n)
+    finish = linear.linear_swiglu if name == "gate_up" else linear.linear_norm
+    return lambda w: finish(out, x, w, sumsq=sumsq, eps=_EPS, fp8=fp8, workspace=workspace)
 
 
 def _int4_weights(n: int, k: int, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -60,29 +60,27 @@ def plot_prefill(found: dict[str, Any], path: Path) -> None:
 
 def plot_linear(found: dict[str, Any], path: Path) -> None:
     """Microseconds by rows, a panel for each weight."""
-    names = list(dict.fromkeys(each["weight"] for each in found["linears"]))
-    figure, panels = axes_in_a_row(len(names), (3.6 * len(names), 4.2), squeeze=False)
     kinds = {
         "f16_us": "FP16",
         "w4_us": "W4A16",
         "cublas_us": "cuBLAS FP16",
         "int4pack_us": "torch int4pack",
     }
-    for panel, name in zip(panels[0], names, strict=True):
-        rows = [each for each in found["linears"] if each["weight"] == name]
-        for kind, label in kinds.items():
-            points = [(each["rows"], each[kind]) for each in rows if each.get(kind) is not None]
-            style = "-" if kind in ("f16_us", "w4_us") else "--"
-            panel.plot(*zip(*points, strict=True), style, marker="o", label=label) if points else ()
-        _log_axis(panel, {each["rows"] for each in rows})
-        panel.set_yscale("log")
-        panel.set_xlabel("rows")
-        panel.set_title(f"{name} {rows[0]['n']}x{rows[0]['k']}", fontsize="small")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("µs")
-    panels[0][0].legend(fontsize="x-small")
-    figure.suptitle(_title("linear layers", found))
-    write_plot(figure, path)
+    _by_rows("linear layers", found, found["linears"], kinds, own=("f16_us", "w4_us"), path=path)
+
+
+def plot_nested(found: dict[str, Any], path: Path) -> None:
+    """Microseconds by rows, a panel for each weight."""
+    kinds = {
+        "nested_us": "nested, FP16 mode",
+        "nested_fp8_us": "nested, FP8 mode",
+        "f16_us": "FP16, same kernels",
+        "cublas_us": "cuBLAS FP16",
+        "expanded_us": "expanded, cuBLAS",
+        "w8a8_us": "W8A8",
+    }
+    own = ("nested_us", "nested_fp8_us", "f16_us")
+    _by_rows("nested linear layers", found, found["nested"], kinds, own=own, path=path)
 
 
 def plot_pointwise(found: dict[str, Any], path: Path) -> None:
@@ -136,11 +134,41 @@ PLOTS: Final[Mapping[str, Callable[[dict[str, Any], Path], None]]] = {
     "decode": plot_decode,
     "prefill": plot_prefill,
     "linear": plot_linear,
+    "nested": plot_nested,
     "pointwise": plot_pointwise,
     "model": plot_model,
     "transformers": plot_transformers,
 }
 """By the part whose JSON it draws."""
+
+
+def _by_rows(
+    title: str,
+    found: dict[str, Any],
+    records: list[dict[str, Any]],
+    kinds: dict[str, str],
+    *,
+    own: tuple[str, ...],
+    path: Path,
+) -> None:
+    """Microseconds by rows, a panel for each weight; ``own`` kinds are solid lines."""
+    names = list(dict.fromkeys(each["weight"] for each in records))
+    figure, panels = axes_in_a_row(len(names), (3.6 * len(names), 4.2), squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        rows = [each for each in records if each["weight"] == name]
+        for kind, label in kinds.items():
+            points = [(each["rows"], each[kind]) for each in rows if each.get(kind) is not None]
+            style = "-" if kind in own else "--"
+            panel.plot(*zip(*points, strict=True), style, marker="o", label=label) if points else ()
+        _log_axis(panel, {each["rows"] for each in rows})
+        panel.set_yscale("log")
+        panel.set_xlabel("rows")
+        panel.set_title(f"{name} {rows[0]['n']}x{rows[0]['k']}", fontsize="small")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("µs")
+    panels[0][0].legend(fontsize="x-small")
+    figure.suptitle(_title(title, found))
+    write_plot(figure, path)
 
 
 def _bars(

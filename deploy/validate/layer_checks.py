@@ -11,7 +11,7 @@ from deepinfer.deploy.validate.accuracy import Accuracy
 from deepinfer.deploy.validate.checks import Check
 from deepinfer.deploy.validate.linear_cases import Kind
 from deepinfer.deploy.validate.scope import Scope
-from deepinfer.kernels import linear, pointwise
+from deepinfer.kernels import linear, linear_w8a8, pointwise
 from deepinfer.kernels.linear import NestedWeight, W4Weight, Weight
 
 _ROWS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 33, 40, 64, 65, 200)
@@ -45,6 +45,7 @@ def linear_checks(scope: Scope) -> Iterator[Check]:
     for rows, columns, bias in _F16_ODD:
         if scope.fits(rows * columns):
             yield from _nested(scope, rows, columns, bias)
+    yield from _w8a8(scope)
     for name, rows, columns in scope.linears:
         rows = min(rows, _HEAD_ROWS_MAX)
         yield from _linears(scope, "f16", _f16(scope, rows, columns, name == "qkv"), name)
@@ -132,6 +133,25 @@ def _nested(scope: Scope, rows: int, columns: int, bias: bool, name: str = "") -
                 yield check(f"{m} rows, the same bits as FP16", functools.partial(same_bits, m))
             expand = functools.partial(_by_itself, lambda: nested_cases.check_expand(make()))
             yield check("expanded, both modes", expand)
+
+
+def _w8a8(scope: Scope) -> Iterator[Check]:
+    """FP8 throughout: what is ours of it, and on a card that multiplies FP8 the product."""
+    specs = tuple(linear_w8a8.specs())
+
+    def check(name: str, run: Callable[[], None]) -> Check:
+        return Check("linear", "w8a8", name, functools.partial(_by_itself, run), specs)
+
+    quantize = functools.partial(nested_cases.check_quantize, 5, 2600, device=scope.device)
+    yield check("rows quantised", quantize)
+    outliers = functools.partial(nested_cases.check_outliers, 48, 96, 19, device=scope.device)
+    yield check("outliers added", outliers)
+    if scope.hopper:
+        for rows, columns, m in ((256, 512, 33), (2048, 2048, 200)):
+            product = functools.partial(
+                nested_cases.check_w8a8, rows, columns, m, device=scope.device
+            )
+            yield check(f"{rows}x{columns}: {m} rows", product)
 
 
 def _by_itself(run: Callable[[], None]) -> Iterator[Accuracy]:
