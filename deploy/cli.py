@@ -120,6 +120,22 @@ def up(
     precision_levels: Annotated[
         int | None, typer.Option(help="Levels of nested weights from FP16 to FP8, 2 to 6.")
     ] = None,
+    shed: Annotated[
+        bool | None,
+        typer.Option("--shed/--no-shed", help="Lower planes of nested weights make way for KV."),
+    ] = None,
+    shed_head: Annotated[
+        bool | None,
+        typer.Option("--shed-head/--no-shed-head", help="Those of the LM head too."),
+    ] = None,
+    start_shed: Annotated[
+        bool | None,
+        typer.Option("--start-shed/--no-start-shed", help="Never load lower planes: all FP8."),
+    ] = None,
+    shed_exact_wait_ms: Annotated[
+        int | None,
+        typer.Option(help="Longest that an exact request waits for lower planes to return."),
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     max_cache: Annotated[
         str | None, typer.Option(help='KV pool of a worker: "512MiB", "3 blocks" or auto.')

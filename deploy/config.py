@@ -133,6 +133,23 @@ class ClusterConfig(BaseModel):
         le=6,
         description="Levels from FP16 to FP8; between them some layers are in FP8.",
     )
+    shed: bool = Field(
+        default=True,
+        description="Under KV pressure the lower planes of nested weights leave the card for KV "
+        "blocks (on a CPU only if this is set).",
+    )
+    shed_head: bool = Field(default=False, description="Those of the LM head too.")
+    start_shed: bool = Field(
+        default=False,
+        description="Never load lower planes: all FP8, for cards that could not hold both; exact "
+        "requests are refused.",
+    )
+    shed_exact_wait_ms: int = Field(
+        default=60_000,
+        ge=1,
+        le=3_600_000,
+        description="Longest that an exact request waits for lower planes to return.",
+    )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     max_cache: str = Field(
         default="auto",
@@ -316,6 +333,41 @@ class ClusterConfig(BaseModel):
                     f"{name} = {getattr(self, name):g} has no meaning with "
                     f"precision = {self.precision!r}"
                 )
+        self._check_shedding()
+
+    def _check_shedding(self) -> None:
+        """Raise ValueError for what contradicts itself about lower planes."""
+        given = self.model_fields_set
+
+        def refuse(name: str, other: str) -> None:
+            raise ValueError(
+                f"{name} = {getattr(self, name)!r} has no meaning with "
+                f"{other} = {getattr(self, other)!r}"
+            )
+
+        if self.start_shed and "shed" in given and self.shed:
+            refuse("shed", "start_shed")
+        if self.start_shed and "precision" in given and self.precision != "fp8":
+            refuse("precision", "start_shed")
+        if self.precision == "fp16":
+            for name in ("shed", "shed_head"):
+                if name in given and getattr(self, name):
+                    refuse(name, "precision")
+        if self.shed_head and not (self.shed or self.start_shed):
+            refuse("shed_head", "shed")
+        if "shed_exact_wait_ms" in given:
+            if self.start_shed:
+                refuse("shed_exact_wait_ms", "start_shed")
+            if not self.shed:
+                refuse("shed_exact_wait_ms", "shed")
+            if self.precision == "fp16":
+                refuse("shed_exact_wait_ms", "precision")
+
+    def sheds(self, device: Device) -> bool:
+        """Whether a worker of a nested model on ``device`` may give up its lower planes."""
+        if self.start_shed or self.precision == "fp16":
+            return False
+        return self.shed and (device == "cuda" or "shed" in self.model_fields_set)
 
     @property
     def precision_given(self) -> tuple[str, ...]:
@@ -327,6 +379,10 @@ class ClusterConfig(BaseModel):
             "tpot_target_ms",
             "precision_dwell_ms",
             "precision_levels",
+            "shed",
+            "shed_head",
+            "start_shed",
+            "shed_exact_wait_ms",
         )
         return tuple(name for name in names if name in self.model_fields_set)
 
