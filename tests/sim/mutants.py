@@ -389,13 +389,6 @@ MUTANTS = (
         "KV of FP8 steps comes back from a store as pure",
     ),
     Mutant(
-        "tokens_computed_again_count_in_their_second_mode",
-        "gateway/core/record.py",
-        "self.tokens.extend(said.tokens[held - start :])",
-        "self.tokens[start:] = said.tokens",
-        "the shares that a client is told are not those of the tokens that it got",
-    ),
-    Mutant(
         "shares_are_lost_with_their_gateway",
         "gateway/core/record.py",
         "        if precisions:\n",

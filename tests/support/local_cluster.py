@@ -132,6 +132,8 @@ async def local_cluster(
     orphan_grace_ms: int = 5_000,
     block_size: int = BLOCK_SIZE,
     prefix_cache: bool = False,
+    weights: str = "auto",
+    precision_levels: int = 2,
     controller: ControllerConfig | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """A cluster of one worker with a pool of ``blocks``, for as long as the block lasts."""
@@ -156,6 +158,8 @@ async def local_cluster(
                 node="n",
                 model_path=str(model),
                 kv_cache_dtype="fp16",
+                weights=weights,
+                precision_levels=precision_levels,
                 token=TOKEN,
                 config=WorkerConfig(
                     blocks_total=blocks,
