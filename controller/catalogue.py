@@ -239,6 +239,16 @@ _WORKERS = (
                 "Whether its steps are faster above level 0; if not, the policy slo stays there.",
             ),
             (
+                "deepinfer_worker_planes_away",
+                "0 or 1",
+                "Whether the lower planes of nested weights are, or may be, off the card.",
+            ),
+            (
+                "deepinfer_worker_kv_blocks_gained",
+                "blocks",
+                "Of the pool's, those in the place of lower planes.",
+            ),
+            (
                 "deepinfer_worker_kv_quality_kl_nats",
                 "nats",
                 "KL divergence of logits from those with FP16 KV, measured at a start with 8-bit "
@@ -309,6 +319,22 @@ _WORKERS = (
                 "steps",
                 "At another level of nested weights than the step before.",
             ),
+            (
+                "deepinfer_worker_sheds_total",
+                "times",
+                "The lower planes of nested weights left for KV blocks.",
+            ),
+            ("deepinfer_worker_planes_returns_total", "times", "They came back."),
+            (
+                "deepinfer_worker_planes_return_failures_total",
+                "times",
+                "Their copy back failed; it is tried again.",
+            ),
+            (
+                "deepinfer_worker_blocks_moved_total",
+                "blocks",
+                "Copied to other blocks to make way for returning planes.",
+            ),
         ),
     ),
     *(
@@ -368,6 +394,21 @@ _CONTROL = (
         (
             ("deepinfer_controller_requests_admitted_total", "requests", "Placed on a worker."),
             ("deepinfer_controller_requests_rejected_total", "requests", "No pool can hold them."),
+            (
+                "deepinfer_controller_exact_expired_total",
+                "requests",
+                "Exact ones, rejected because no lower planes had returned in time.",
+            ),
+            (
+                "deepinfer_controller_sheds_wanted_total",
+                "times",
+                "A worker was told to give up its lower planes.",
+            ),
+            (
+                "deepinfer_controller_planes_returns_wanted_total",
+                "times",
+                "A worker was told to fetch them back.",
+            ),
             (
                 "deepinfer_controller_requests_refused_late_total",
                 "requests",

@@ -149,6 +149,9 @@ def _pool(levels: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         yield "deepinfer_worker_precision_level", precision["level"]
         yield "deepinfer_worker_precision_levels", precision["levels"]
         yield "deepinfer_worker_precision_pays", float(not precision["remark"])
+    if planes := levels.get("planes"):
+        yield "deepinfer_worker_planes_away", float(planes["state"] != "held")
+        yield "deepinfer_worker_kv_blocks_gained", planes["blocks_gained"]
     yield "deepinfer_worker_requests", levels["residents"]
     yield "deepinfer_worker_requests_coming", levels["pending"]
     yield "deepinfer_worker_requests_swapped", levels["swapped_from_here"]

@@ -84,6 +84,18 @@ def render_status(document: dict[str, Any]) -> Group:
             remark = precision["remark"]
             modes.add_row(name, mode(precision), *tokens, f"{precision['switches']:,}", remark)
         shown.append(modes)
+    away = {n: w["planes"] for n, w in document["workers"].items() if w.get("planes")}
+    if away:
+        shedding = Table("lower planes", "state", "blocks gained", "to gain", "return")
+        for name, planes in sorted(away.items()):
+            shedding.add_row(
+                name,
+                planes["state"],
+                f"{planes['blocks_gained']:,}",
+                f"{planes['blocks_to_gain']:,}",
+                f"{planes['return_ms']:,} ms",
+            )
+        shown.append(shedding)
     if quality := document.get("kv_quality"):
         measured = Table("KV beside fp16", "KL nats", "same top token", "K channel scales")
         for name, found in sorted(quality.items()):

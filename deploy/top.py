@@ -155,14 +155,17 @@ def render(frame: Frame, *, height: int, note: str = "") -> Group:
     pools = Table("pool", "", "blocks", "residents", "state", box=None, padding=(0, 2, 0, 0))
     for name, worker in sorted(document["workers"].items()):
         used = worker["blocks_total"] - worker["blocks_free"]
-        precision = worker.get("precision")
+        precision, planes = worker.get("precision"), worker.get("planes")
+        shed = planes is not None and planes["state"] not in ("held", "locked")
         pools.add_row(
             name,
             ProgressBar(max(1, worker["blocks_total"]), used, width=BAR_WIDTH),
             f"{used} / {worker['blocks_total']}"
             + (f", short of {worker['blocks_short']}" if worker["blocks_short"] else ""),
             str(worker["residents"]),
-            worker["state"] + (f", {mode(precision)}" if precision else ""),
+            worker["state"]
+            + (f", {mode(precision)}" if precision else "")
+            + (f", planes {planes['state']}" if shed else ""),
         )
     for name, store in sorted(document["stores"].items()):
         pools.add_row(

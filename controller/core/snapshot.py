@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from deepinfer.controller.core.planes import Planes
 from deepinfer.controller.core.pools import Worker
 from deepinfer.controller.core.sequences import Sequence
 from deepinfer.controller.core.world import World
@@ -90,9 +91,21 @@ def _worker(worker: Worker) -> dict[str, object]:
         "blocks_free": worker.blocks_free,
         "blocks_short": worker.blocks_short,
         "precision": None if worker.precision is None else worker.precision._asdict(),
+        "planes": None if worker.planes is None else _planes(worker, worker.planes),
         "residents": len(worker.residents),
         "pending": len(worker.pending),
         "swapped_from_here": len(worker.cold),
+    }
+
+
+def _planes(worker: Worker, planes: Planes) -> dict[str, object]:
+    level = planes.level
+    return {
+        "state": level.state.value,
+        "wanted_away": planes.wanted,
+        "blocks_gained": max(0, worker.blocks_total - level.ordinary_blocks),
+        "blocks_to_gain": level.tail_blocks,
+        "return_ms": level.return_ms,
     }
 
 
