@@ -318,10 +318,10 @@ def bench_kernels(
     part: Annotated[
         str,
         typer.Option(
-            help="By commas: decode, prefill, linear, pointwise, model, swap, transformers, "
-            "projection."
+            help="By commas: decode, prefill, linear, pointwise, model, nested-model, swap, "
+            "transformers, projection."
         ),
-    ] = "decode,prefill,linear,pointwise,model,swap,transformers,projection",
+    ] = "decode,prefill,linear,pointwise,model,nested-model,swap,transformers,projection",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="By commas.")
     ] = "fp16,int8,fp8,fp8_e5m2,k16v8",

@@ -16,6 +16,8 @@ def tables(part: str, found: dict[str, Any]) -> Iterator[Table]:
         "linear": _linear,
         "pointwise": _pointwise,
         "model": _model,
+        "nested": _nested,
+        "nested-model": _nested_model,
         "swap": _swap,
         "transformers": _transformers,
     }[part]
@@ -86,6 +88,22 @@ def _linear(found: dict[str, Any]) -> Iterator[Table]:
     yield shown
 
 
+def _nested(found: dict[str, Any]) -> Iterator[Table]:
+    names = ("FP16 mode", "FP8 mode", "plain FP16", "expanded", "W8A8")
+    shown = _table("nested linear layers, µs", "weight", "rows", *names, "cuBLAS FP16")
+    for each in found["nested"]:
+        cublas = each.get("cublas_us")
+        keys = ("nested_us", "nested_fp8_us", "f16_us", "expanded_us", "w8a8_us")
+        shown.add_row(
+            f"{each['weight']} {each['n']}x{each['k']}",
+            str(each["rows"]),
+            *(_beside(each.get(key), cublas) for key in keys),
+            _number(cublas),
+        )
+    shown.caption = "in brackets: times as fast as cuBLAS"
+    yield shown
+
+
 def _pointwise(found: dict[str, Any]) -> Iterator[Table]:
     shown = _table("pointwise kernels", "kernel", "rows", "µs", "GB/s", "torch µs")
     for each in found["kernels"]:
@@ -97,6 +115,50 @@ def _pointwise(found: dict[str, Any]) -> Iterator[Table]:
             _number(each.get("torch_us")),
         )
     yield shown
+
+
+def _nested_model(found: dict[str, Any]) -> Iterator[Table]:
+    plain, nested = found["plain"], found["nested"]
+    shown = _table(
+        f"decode of a nested model, context {found['context']:,}, tokens/s (beside plain FP16)",
+        "batch",
+        "plain FP16",
+        "nested, FP16",
+        "nested, FP8",
+    )
+    cells = zip(plain["decode"], nested["fp16"]["decode"], nested["fp8"]["decode"], strict=True)
+    for cell, *others in cells:
+        before = cell["tokens_per_s"]
+        shown.add_row(
+            str(cell["batch"]),
+            f"{before:,.0f}",
+            *(
+                f"{each['tokens_per_s']:,.0f} ({each['tokens_per_s'] / before:.3f}x)"
+                for each in others
+            ),
+        )
+    yield shown
+    shed, switches = nested["shed"], nested["switches"]
+    facts = _table("nested model", "what", "")
+    whole = nested["bytes"] / plain["bytes"]
+    facts.add_row(
+        "weights on the card, MiB", f"{nested['bytes'] / 2**20:,.0f} ({whole:.4f}x plain)"
+    )
+    facts.add_row(
+        "shed, MiB", f"{shed['bytes'] / 2**20:,.0f} ({shed['bytes'] / plain['bytes']:.4f}x plain)"
+    )
+    facts.add_row("KV blocks more when shed", f"{shed['tail_blocks']:,}")
+    facts.add_row("restored in, ms", ", ".join(f"{ms:.0f}" for ms in shed["restore_ms"]))
+    for name in ("to_fp16", "to_fp8"):
+        each = switches[name]
+        facts.add_row(
+            f"first step {name.replace('_', ' ')}, beside later ones",
+            f"{each['first']:.3f}x, p99 {each['first_p99']:.2f}x (of others "
+            f"{each['steady_p99']:.2f}x)",
+        )
+    same = all((nested["bits"], switches["bits"], shed["bits"]))
+    facts.add_row("FP16 logits are plain's bits", "yes" if same else "NO")
+    yield facts
 
 
 def _model(found: dict[str, Any]) -> Iterator[Table]:

@@ -83,16 +83,21 @@ def time_model(
             "weight_bytes": weight_bytes(opened.runner.decoder.weights),
             "kv_bytes_a_token": layout.block_bytes / BLOCK_SIZE,
             "notes": list(opened.notes),
-            "decode": [_decode(opened.runner, batch, context) for batch, context in cells],
+            "decode": [decode_cell(opened.runner, batch, context) for batch, context in cells],
             "chunks": [
                 found for chunk in chunks if (found := _chunk(opened, config, *chunk)) is not None
             ],
         }
     finally:
         del opened
-        gc.unfreeze()  # a runner keeps what it made at its start from the collector
-        gc.collect()
-        torch.cuda.empty_cache()
+        let_go()
+
+
+def let_go() -> None:
+    """Free what a runner that nobody holds any more had on the card."""
+    gc.unfreeze()  # a runner keeps what it made at its start from the collector
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def weight_bytes(weights: GpuWeights, *, fp8: bool = False) -> int:
@@ -113,8 +118,8 @@ def _bytes(weight: Weight, fp8: bool) -> int:
     return weight.codes.nbytes + weight.scales.nbytes + zeros
 
 
-def _decode(runner: GpuRunner, batch: int, context: int) -> dict[str, Any]:
-    """Steps of ``batch`` sequences whose last one has ``context`` tokens."""
+def decode_cell(runner: GpuRunner, batch: int, context: int, level: int = 0) -> dict[str, Any]:
+    """Steps of ``batch`` sequences whose last one has ``context`` tokens, at one level."""
     first = context - _STEPS - 1
     blocks = context // BLOCK_SIZE
     tables = [tuple(range(at * blocks, (at + 1) * blocks)) for at in range(batch)]
@@ -125,13 +130,14 @@ def _decode(runner: GpuRunner, batch: int, context: int) -> dict[str, Any]:
     for step in range(_STEPS):
         began, before = time.perf_counter(), counters.prepare_ns
         slices = [SequenceSlice((ids[at],), first + step, tables[at], True) for at in range(batch)]
-        tokens = runner.backend.sample(runner.forward(slices), rows)
+        tokens = runner.backend.sample(runner.forward(slices, level), rows)
         ids = [token.id for token in tokens]
         if step >= _UNTIMED:
             seconds.append(time.perf_counter() - began)
             prepared.append(counters.prepare_ns - before)
     kernels = (counters.launches - begun[0]) / max(1, counters.replays - begun[1])
-    loop, graph = statistics.median(seconds), _back_to_back(runner, ids, context - 1, tables)
+    loop = statistics.median(seconds)
+    graph = _back_to_back(runner, ids, context - 1, tables, level)
     return {
         "batch": batch,
         "context": context,
@@ -145,7 +151,11 @@ def _decode(runner: GpuRunner, batch: int, context: int) -> dict[str, Any]:
 
 
 def _back_to_back(
-    runner: GpuRunner, ids: Sequence[int], position: int, tables: Sequence[tuple[int, ...]]
+    runner: GpuRunner,
+    ids: Sequence[int],
+    position: int,
+    tables: Sequence[tuple[int, ...]],
+    level: int,
 ) -> float:
     """Seconds a step on the card when the next one is always there: the host is ahead."""
     slices = [
@@ -154,11 +164,11 @@ def _back_to_back(
     ]
     times: list[float] = []
     for _ in range(_ROUNDS):
-        runner.forward(slices)
+        runner.forward(slices, level)
         begin, end = _event(), _event()
         begin.record()
         for _ in range(_REPEATS):
-            runner.forward(slices)
+            runner.forward(slices, level)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / _REPEATS)

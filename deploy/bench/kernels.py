@@ -36,6 +36,8 @@ from deepinfer.deploy.bench.kernel_attention_peers import (
     time_sdpa,
 )
 from deepinfer.deploy.bench.kernel_linears import time_linears
+from deepinfer.deploy.bench.kernel_nested import time_nested
+from deepinfer.deploy.bench.kernel_nested_model import time_nested_model
 from deepinfer.deploy.bench.kernel_pointwise import time_pointwise
 from deepinfer.deploy.bench.kernel_projection import projection
 from deepinfer.deploy.bench.kernel_projection import table as projection_table
@@ -55,8 +57,10 @@ PARTS: Final = (
     "decode",
     "prefill",
     "linear",
+    "nested",
     "pointwise",
     "model",
+    "nested-model",
     "swap",
     "transformers",
     "projection",
@@ -92,6 +96,8 @@ class Plan:
     peers: bool = True
     peer_seconds: float = 120.0
     """How long compilations of FlashInfer, and all of transformers, may take."""
+    switches: int = 10_000
+    """Of a nested model's level of precision."""
 
     def __post_init__(self) -> None:
         for name, values, known in (
@@ -134,7 +140,7 @@ def run_kernels(plan: Plan, *, output: Path, console: Console) -> bool:
         console.print(projection_table(found))
     for part in on_card:
         if part not in failures:
-            path = output / f"kernels_{part}.json"
+            path = _path(output, part)
             for shown in tables(part, json.loads(path.read_text("utf-8"))):
                 console.print(shown)
     draw(output, console)
@@ -171,9 +177,13 @@ def _measure(
                 continue
             if part == "model":
                 _add_roofline(found["models"], max(rates.values()))
-            write_result(output / f"kernels_{part}.json", f"{plan.command} --part {part}", found)
+            write_result(_path(output, part), f"{plan.command} --part {part}", found)
             steps.advance()
     return failures
+
+
+def _path(folder: Path, part: str) -> Path:
+    return folder / f"kernels_{part.replace('-', '_')}.json"
 
 
 def draw(folder: Path, console: Console) -> None:
@@ -238,11 +248,24 @@ class _Bench:
                     time_linears(self._config, self._shape.card.device, peers=self._plan.peers)
                 )
             }
+        if part == "nested":
+            say("both modes, plain FP16, cuBLAS")
+            device = self._shape.card.device
+            return {"nested": list(time_nested(self._config, device, peers=self._plan.peers))}
         if part == "pointwise":
             say("norms, swiglu, rope and copies")
             return {"kernels": list(time_pointwise(self._shape, peers=self._plan.peers))}
         if part == "model":
             return {"models": list(self._models(say))}
+        if part == "nested-model":
+            return time_nested_model(
+                self._config,
+                self._shape.card,
+                say,
+                batches=self._plan.batches,
+                context=_PEER_CONTEXT,
+                switches=self._plan.switches,
+            )
         if part == "swap":
             say("1 GiB out and in, beside steps")
             return time_swaps(self._config, self._shape.card)

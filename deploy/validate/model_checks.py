@@ -35,7 +35,8 @@ class Trial:
     """A model and the token ids that it is given.
 
     The first ``prompt`` of them are computed in chunks of ``chunk``, the others one a step; the
-    last ``wide`` ones once more in one step, and ``mixed`` of those beside a prompt.
+    last ``wide`` ones once more in one step, and ``mixed`` of those beside a prompt. All steps are
+    at ``level`` of precision, whose values ``load_values`` gives (None: ``load``).
     """
 
     name: str
@@ -45,6 +46,8 @@ class Trial:
     chunk: int
     wide: int
     mixed: int
+    level: int = 0
+    load_values: Callable[[], LoadedModel] | None = None
 
     @property
     def blocks(self) -> int:
@@ -115,16 +118,20 @@ def _steps(runner: GpuRunner, trial: Trial) -> dict[str, tuple[list[int], Tensor
             [SequenceSlice(ids[begin:end], begin, table, False)],
             [range(end - begin)],
             lambda _index, _first, logits: chunks.append(logits.clone()),
+            trial.level,
         )
 
     def at(position: int) -> SequenceSlice:
         return SequenceSlice(ids[position : position + 1], position, table, True)
 
-    singles = [runner.forward([at(place)]).clone() for place in range(trial.prompt, last)]
-    wide = runner.forward([at(place) for place in range(last - trial.wide, last)]).clone()
+    def logits(slices: list[SequenceSlice]) -> Tensor:
+        return runner.forward(slices, trial.level).clone()
+
+    singles = [logits([at(place)]) for place in range(trial.prompt, last)]
+    wide = logits([at(place) for place in range(last - trial.wide, last)])
     beside_prompt = [at(place) for place in range(last - trial.mixed, last)]
     prompt = SequenceSlice(ids[: trial.chunk], 0, trial.other, True)
-    mixed = runner.forward([*beside_prompt, prompt]).clone()
+    mixed = logits([*beside_prompt, prompt])
     return {
         "prompt in chunks": (list(range(trial.prompt)), torch.cat(chunks)),
         "one row a step": (list(range(trial.prompt, last)), torch.cat(singles)),
@@ -139,7 +146,7 @@ def _logits(
     device: torch.device,
     kept: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
 ) -> Tensor:
-    model = SdpaModel(trial.load(), dtype, device, kept)
+    model = SdpaModel((trial.load_values or trial.load)(), dtype, device, kept)
     try:
         return model.logits(list(trial.ids))
     finally:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
+import torch
+
+from deepinfer.deploy.bench.fp8_values import fp8_model
 from deepinfer.deploy.bench.random_w4 import random_w4_model
 from deepinfer.deploy.bench.random_weights import random_model
 from deepinfer.deploy.validate.attention_checks import decode_checks, prefill_checks
@@ -23,6 +26,7 @@ from deepinfer.workers.gpu.opening import StepSizes, open_gpu
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.nested import nest
 from deepinfer.workers.model.weights import LoadedModel
 
 _HOPPER_TARGET: Final = "sm_90a"
@@ -87,8 +91,15 @@ def card_checks(subject: Subject, card: Card, *, quick: bool) -> list[Check]:
         )
     for name, small in SMALL_MODELS.items():
         others[name] = (small, functools.partial(random_model, small, device="cuda"))
-    for name, (shape, load) in others.items():
-        trial = make_trial(name, load, random_ids(shape, _TOKENS))
+    trials = [
+        make_trial(name, load, random_ids(shape, _TOKENS)) for name, (shape, load) in others.items()
+    ]
+    nested = {name: others[name] for name in SMALL_MODELS}
+    if subject.path is None:
+        nested[subject.name] = (config, subject.load)
+    for name, (shape, load) in nested.items():
+        trials += nested_trials(name, load, random_ids(shape, _TOKENS), card.device)
+    for trial in trials:
         checks += model_checks(trial, ("fp16",), card_opener(card, trial), card.device)
     return checks
 
@@ -112,6 +123,22 @@ def make_trial(name: str, load: Callable[[], LoadedModel], ids: tuple[int, ...])
         chunk=150,
         wide=20,
         mixed=8,
+    )
+
+
+def nested_trials(
+    name: str, load: Callable[[], LoadedModel], ids: tuple[int, ...], device: torch.device
+) -> Iterator[Trial]:
+    """A model, nested, at both of its levels."""
+
+    def nested() -> LoadedModel:
+        return nest(load())
+
+    yield make_trial(f"{name}, nested", nested, ids)
+    yield replace(
+        make_trial(f"{name}, nested, FP8", nested, ids),
+        level=1,
+        load_values=lambda: fp8_model(nested(), device),
     )
 
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer.deploy.bench import kernel_nested_model, kernel_report, kernel_steps
 from deepinfer.deploy.bench.random_weights import random_model
 from deepinfer.kernels.nested import NestedWeight
 from deepinfer.kvstore.core.precision import StepCost
+from deepinfer.workers.gpu.budget import MemoryBudget
 from deepinfer.workers.gpu.costs import measure_costs
+from deepinfer.workers.gpu.opening import OpenedGpu
 from deepinfer.workers.gpu.planes import GpuPlanes, PlanesError, lower_bytes, tail_bytes
 from deepinfer.workers.gpu.reader import WeightForm
 from deepinfer.workers.gpu.runner import GpuRunner
@@ -45,9 +48,11 @@ def nested_runner(config: ModelConfig = QWEN2, levels: int = 2, **options: Any) 
     return cpu_runner(config, model=nest(random_model(config)), levels=levels, **options)
 
 
-def shedding(head: bool = False, levels: int = 2) -> tuple[GpuRunner, GpuPlanes, LazyDevice]:
+def shedding(
+    head: bool = False, config: ModelConfig = QWEN2
+) -> tuple[GpuRunner, GpuPlanes, LazyDevice]:
     shelf = Shelf(LazyDevice(), head)
-    runner = nested_runner(levels=levels, blocks=BLOCKS, rows=16, shelf=shelf)
+    runner = nested_runner(config, blocks=BLOCKS, rows=16, shelf=shelf)
     assert shelf.planes is not None
     return runner, shelf.planes, shelf.device
 
@@ -220,3 +225,34 @@ def test_costs_are_those_of_steps_at_each_level() -> None:
     short = measure_costs(runner, FakeTimer(runner), limit_s=0)
     assert [type(cost) for cost in short] == [StepCost] * 4
     assert len(short[0].rows) < len(costs[0].rows)
+
+
+def test_the_bench_of_a_nested_model_measures_and_compares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its code, not its figures: in the emulator nothing takes its time."""
+    config = replace(QWEN2, layers=1)
+    runner, planes, _ = shedding(config=config)
+    plain = nested_runner(config, rows=16)
+    monkeypatch.setattr(kernel_steps, "_back_to_back", lambda *_: 1e-3)
+    monkeypatch.setattr(kernel_steps, "_STEPS", 6)
+    monkeypatch.setattr(kernel_nested_model, "_BIT_BATCHES", (1, 4))
+    monkeypatch.setattr(kernel_nested_model, "_BIT_STEPS", 3)
+    monkeypatch.setattr(kernel_nested_model, "_WARM_STEPS", 2)
+    monkeypatch.setattr(kernel_nested_model, "_RESTORES", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
+    budget = MemoryBudget(
+        card=1 << 30, utilization=1, context=0, weights=50, lower=40, scratch=0, graphs=0
+    )
+    opened = OpenedGpu(runner, runner.pool, BLOCKS, budget, ("note",), None, planes)
+    bits = kernel_nested_model.logits_of_steps(plain)
+    found = kernel_nested_model.of_nested(opened, bits, lambda _: None, (1, 2), 32, 3)
+    assert all(each["bits"] for each in (found, found["switches"], found["shed"]))
+    assert found["step_bytes"][1] < 0.6 * found["step_bytes"][0]
+    assert found["switches"]["ahead_used"] >= found["switches"]["steps"] - 3
+    plain_figures = {"bytes": 90, "decode": [{"batch": 1, "tokens_per_s": 5.0}] * 2}
+    report = {"context": 32, "plain": plain_figures, "nested": found}
+    decode, facts = kernel_report.tables("nested-model", report)
+    assert decode.row_count == 2
+    assert list(facts.columns[1].cells)[-1] == "yes"

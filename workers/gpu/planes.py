@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-import xxhash
 from torch import Tensor
 
 from deepinfer.kernels.linear import F16Weight, Weight
@@ -73,7 +72,7 @@ class ShelvedPlanes:
         for weight, room in _rooms(planes, self.rows):
             assert weight.lower is not None
             room.copy_(weight.lower)
-        self.digest = self._digest()
+        self._sum = self._checksum()
         self._head = head
 
     @property
@@ -96,11 +95,12 @@ class ShelvedPlanes:
 
     def check(self) -> None:
         """Raise PlanesError if a byte is not what it was."""
-        if self._digest() != self.digest:
+        if self._checksum() != self._sum:
             raise PlanesError("the host's copy of the lower planes is damaged: level 0 is lost")
 
-    def _digest(self) -> int:
-        return xxhash.xxh3_64_intdigest(self.rows.numpy().data)
+    def _checksum(self) -> int:
+        """The sum of all 64-bit words, modulo 2^64: as fast as memory is read."""
+        return int(self.rows.view(-1).view(torch.int64).sum())
 
 
 class GpuPlanes:
