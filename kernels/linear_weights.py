@@ -108,8 +108,12 @@ def check_mode(weight: Weight, fp8: bool) -> None:
     if not fp8 and weight.lower is None:
         raise ValueError("weight.lower is None: without it a NestedWeight has its FP8 mode only")
     _check_width("weight", weight.columns)
-    for name, plane in (("upper", weight.upper), ("lower", weight.lower)):
-        if plane is not None and plane.data_ptr() % 16:
+    for name, part in (
+        ("upper", weight.upper),
+        ("lower", weight.lower),
+        ("row_shift", weight.row_shift),
+    ):
+        if part is not None and part.data_ptr() % 16:
             raise ValueError(f"weight.{name} starts at an address that is no multiple of 16 bytes")
 
 

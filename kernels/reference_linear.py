@@ -27,7 +27,7 @@ def dense(weight: Weight, fp8: bool = False) -> Tensor:
 
 
 def _nested(weight: NestedWeight, fp8: bool) -> Tensor:
-    """The planes' halves, their shift undone, and the outliers in their places."""
+    """The planes' halves, their shift undone (as halves in FP16 mode), and the outliers."""
     upper = weight.upper.int()
     if fp8:
         bits = (upper & 0x80) << 8 | (upper & 0x7F) << 7
@@ -38,6 +38,8 @@ def _nested(weight: NestedWeight, fp8: bool) -> Tensor:
     values = bits.to(torch.int16).view(torch.float16).double()
     if weight.row_shift is not None:
         values *= torch.exp2(weight.row_shift.double())[:, None]
+        if not fp8:
+            values = values.half().double()
     if weight.outlier_columns is not None and weight.outlier_values is not None:
         places = weight.outlier_rows(), weight.outlier_columns.long()
         values[places] += weight.outlier_values.double()

@@ -7,21 +7,27 @@ enum NestedMode {
   NESTED_F8 = 1,   // the upper plane: the weight rounded to FP8, products and sums as in FP16
 };
 
+// A step is 64 k of both planes, or 128 of the upper one: 2048 bytes. To give the bits of
+// `linear_f16`, a lane's fragments are those of F16Stream: eight k of each chunk of 32, half of the
+// 16 bytes that one lane copies. Units are the 64 k of eight rows; pieces in them are turned so that
+// the reads of 8 bytes by half a warp, of four rows each, fall into different banks.
+//
+// FP16 mode undoes a row's shift in the halves, where it is exact, not in the sum: a stored weight
+// may be subnormal though the weight is not, and tensor cores cut products of such off earlier. For
+// that the shifts of the 16 rows are in the ring as well.
 template <int MODE>
-struct NestedStream;
-
-// A step is 64 k of both planes. To give the bits of `linear_f16`, a lane's fragments are those of
-// F16Stream: eight k of each chunk of 32, half of the 16 bytes that one lane copies. Pieces are
-// turned so that the reads of 8 bytes by half a warp, of four rows each, fall into different banks.
-template <>
-struct NestedStream<NESTED_F16> : NestedRows {
-  static constexpr int CHUNKS = 2, STEP = 32 * CHUNKS, PLANE_BYTES = 16 * STEP;
-  static constexpr int STAGE_BYTES = 2 * PLANE_BYTES, GROUP_CHUNKS = 0;
+struct NestedStream : NestedRows {
+  static constexpr bool BOTH = MODE == NESTED_F16;
+  static constexpr int CHUNKS = BOTH ? 2 : 4, STEP = 32 * CHUNKS, BLOCKS = STEP / 64;
+  static constexpr int UNIT_BYTES = 512, PLANE_BYTES = 2 * BLOCKS * UNIT_BYTES;
+  static constexpr int SHIFTS = (BOTH ? 2 : 1) * PLANE_BYTES, STAGE_BYTES = SHIFTS + (BOTH ? 16 : 0);
+  static constexpr int GROUP_CHUNKS = 0;
   static constexpr bool SHARES = true;
-  static constexpr float UNIT = 1.f, HIGH = 1.f;
+  static constexpr float UNIT = BOTH ? 1.f : UPPER_UNIT, HIGH = 1.f;
   static constexpr u32 ONE = 0;
   struct Part {
-    uint2 upper[2][CHUNKS], lower[2][CHUNKS];
+    uint2 upper[2][CHUNKS], lower[2][BOTH ? CHUNKS : 1];
+    u32 factors[2];
   };
   const u8 *upper, *lower;
   i32 K, rows;
@@ -48,111 +54,72 @@ struct NestedStream<NESTED_F16> : NestedRows {
   __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32 step) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const i64 from = cursor.from + step * STEP;
+    const i32 k = step * STEP + 16 * t;
     u8* to = stage + 64 * g + 16 * (t ^ turned(g));
-    const bool inside = step * STEP + 16 * t < K;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (cursor.rows_left > 8 * half)
 #pragma unroll
-        for (int plane = 0; plane < 2; ++plane) {
-          u8* place = to + plane * PLANE_BYTES + 512 * half;
-          if (inside)
-            cp_async16(place, (plane ? lower : upper) + from + 8 * half * K);
-          else
+        for (int block = 0; block < BLOCKS; ++block) {
+          u8* place = to + UNIT_BYTES * (BLOCKS * half + block);
+          const i64 at = from + 8 * half * K + 64 * block;
+          if (k + 64 * block < K) {
+            cp_async16(place, upper + at);
+            if (BOTH) cp_async16(place + PLANE_BYTES, lower + at);
+          } else {
             *reinterpret_cast<uint4*>(place) = zero16();
+            if (BOTH) *reinterpret_cast<uint4*>(place + PLANE_BYTES) = zero16();
+          }
         }
+    if (BOTH && shift && lane == 0)
+      cp_async16_zfill(stage + SHIFTS, shift + (rows - cursor.rows_left),
+                       min(cursor.rows_left, 16));
   }
 
   __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u8* from = stage + 64 * g + 8 * (t % 2);
+    const int places[2] = {16 * (t / 2 ^ turned(g)), 16 * ((2 + t / 2) ^ turned(g))};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const u8* place = from + 512 * half + 16 * ((2 * chunk + t / 2) ^ turned(g));
+        const u8* place = from + UNIT_BYTES * (BLOCKS * half + chunk / 2) + places[chunk % 2];
         part.upper[half][chunk] = *reinterpret_cast<const uint2*>(place);
-        part.lower[half][chunk] = *reinterpret_cast<const uint2*>(place + PLANE_BYTES);
+        if (BOTH) part.lower[half][chunk] = *reinterpret_cast<const uint2*>(place + PLANE_BYTES);
       }
+    if (BOTH && shift)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        part.factors[half] =
+            half_factor(reinterpret_cast<const signed char*>(stage)[SHIFTS + g + 8 * half]);
   }
 
-  __device__ __forceinline__ static void fragments(const Part& part, int chunk, u32 (&a)[2][4]) {
+  __device__ __forceinline__ void fragments(const Part& part, int chunk, u32 (&a)[2][4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint2 upper = part.upper[half][chunk], lower = part.lower[half][chunk];
-      decode_nested(upper.x, lower.x, a[0][half], a[1][half]);
-      decode_nested(upper.y, lower.y, a[0][2 + half], a[1][2 + half]);
+      const uint2 four = part.upper[half][chunk];
+      if constexpr (BOTH) {
+        const uint2 low = part.lower[half][chunk];
+        decode_nested(four.x, low.x, a[0][half], a[1][half]);
+        decode_nested(four.y, low.y, a[0][2 + half], a[1][2 + half]);
+        if (shift)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            u32& pair = a[i / 2][2 * (i % 2) + half];
+            pair = h2u(__hmul2(u2h(pair), u2h(part.factors[half])));
+          }
+      } else {
+        decode_upper_scaled(four.x, a[0][half], a[1][half]);
+        decode_upper_scaled(four.y, a[0][2 + half], a[1][2 + half]);
+      }
     }
   }
 
-  __device__ __forceinline__ static float scale(const Part&, int, int) { return 1.f; }
-  __device__ __forceinline__ static float zero(const Part&, int, int) { return 0.f; }
-};
-
-// A step is 128 k of the upper plane; a lane reads the 16 bytes that it copied, two chunks of them.
-template <>
-struct NestedStream<NESTED_F8> : NestedRows {
-  static constexpr int CHUNKS = 4, STEP = 32 * CHUNKS, STAGE_BYTES = 16 * STEP;
-  static constexpr int GROUP_CHUNKS = 0;
-  static constexpr bool SHARES = false;
-  static constexpr float UNIT = UPPER_UNIT, HIGH = 1.f;
-  static constexpr u32 ONE = 0;
-  struct Part {
-    uint4 row[2][CHUNKS / 2];
-  };
-  const u8 *upper, *lower;
-  i32 K, rows;
-
-  struct Cursor {
-    const u8* from;
-    i32 rows_left;
-  };
-
-  __device__ __forceinline__ static int x_offset(int chunk, int t) {
-    return 64 * (chunk / 2) + 16 * t + 8 * (chunk % 2);
-  }
-
-  __device__ __forceinline__ Cursor at(i32 tile) const {
-    const int lane = threadIdx.x % 32, row = 16 * tile + lane / 4;
-    return {upper + static_cast<i64>(row) * K + 16 * (lane % 4), rows - row};
-  }
-
-  __device__ __forceinline__ void skip(Cursor& cursor, i32 tiles) const {
-    cursor.from += static_cast<i64>(16 * tiles) * K;
-    cursor.rows_left -= 16 * tiles;
-  }
-
-  __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32 step) const {
-    const int lane = threadIdx.x % 32;
-    const u8* from = cursor.from + step * STEP;
-    const i32 k = step * STEP + 16 * (lane % 4);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (cursor.rows_left > 8 * half)
-#pragma unroll
-        for (int piece = 0; piece < CHUNKS / 2; ++piece) {
-          u8* place = stage + 16 * lane + (CHUNKS / 2 * half + piece) * 512;
-          if (k + 64 * piece < K)
-            cp_async16(place, from + 8 * half * K + 64 * piece);
-          else
-            *reinterpret_cast<uint4*>(place) = zero16();
-        }
-  }
-
-  __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {
-    const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) part.row[i / (CHUNKS / 2)][i % (CHUNKS / 2)] = from[32 * i];
-  }
-
-  __device__ __forceinline__ static void fragments(const Part& part, int chunk, u32 (&a)[2][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 piece = part.row[half][chunk / 2];
-      const u32 first = chunk % 2 ? piece.z : piece.x, second = chunk % 2 ? piece.w : piece.y;
-      decode_upper_scaled(first, a[0][half], a[1][half]);
-      decode_upper_scaled(second, a[0][2 + half], a[1][2 + half]);
-    }
+  __device__ __forceinline__ Row row(i32 n) const {
+    Row found = NestedRows::row(n);
+    if (BOTH && shift) found.scale = power_of_two(max(shift[n] - HALF_SHIFT_MAX, 0));
+    return found;
   }
 
   __device__ __forceinline__ static float scale(const Part&, int, int) { return 1.f; }

@@ -44,24 +44,41 @@ constexpr int stream_residents(int warps) { return warps < 16 ? 16 / warps : 1; 
 template <class F, int NT, int WARPS, int STAGES, int HELD>
 DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                      i32 K, u8* shared) {
-  constexpr int COLUMNS = 8 * NT, FINISHERS = 4 * NT, PIECES = HELD ? HELD : 1;
+  constexpr int COLUMNS = 8 * NT, FINISHERS = 4 * NT, PIECES = HELD > 0 ? HELD : 1;
+  constexpr bool STAGED = HELD < 0;
   constexpr int CHUNKS = F::CHUNKS, STEP = 32 * CHUNKS;
   constexpr int GROUP = F::GROUP_CHUNKS ? F::GROUP_CHUNKS : CHUNKS, GROUPS = CHUNKS / GROUP;
   constexpr bool SCALED = F::GROUP_CHUNKS > 0;
-  constexpr bool SUMS_HELD = SCALED && HELD && GROUPS == 1;
+  constexpr bool SUMS_HELD = SCALED && HELD > 0 && GROUPS == 1;
+  constexpr int STAGE_BYTES = F::STAGE_BYTES + (STAGED ? 512 * CHUNKS * NT : 0);
   static_assert(WARPS >= FINISHERS && (WARPS & (WARPS - 1)) == 0, "a warp finishes 32 outputs");
   __shared__ float sums[2][WARPS][16 * COLUMNS];
   __shared__ float rstd[COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int m0 = blockIdx.x * COLUMNS, tiles = (N + 15) / 16, steps = (K + STEP - 1) / STEP;
   const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;  // steps of a tile
-  u8* const ring = shared + warp * (STAGES * F::STAGE_BYTES);
+  u8* const ring = shared + warp * (STAGES * STAGE_BYTES);
 
   int ahead_tile = mine ? blockIdx.y : tiles, ahead_step = warp;
   typename F::Cursor cursor = weights.at(blockIdx.y);
-  auto fetch = [&](u8* stage) {
+  // Staged, a lane's share of X lies behind that of W; rows beyond M are zero from the beginning.
+  auto stage_x = [&](u8* stage, int step) {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        const int m = m0 + 8 * j + g, k = step * STEP + F::x_offset(chunk, t);
+        u8* place = stage + F::STAGE_BYTES + 512 * (chunk * NT + j) + 16 * lane;
+        if (m < M && k < K)
+          cp_async16(place, x + static_cast<i64>(m) * K + k);
+        else if (m < M)
+          *reinterpret_cast<uint4*>(place) = zero16();
+      }
+  };
+  auto fetch = [&](u8* stage, bool with_x) {
     if (ahead_tile < tiles) {
       weights.fetch(stage, cursor, ahead_step);
+      if (STAGED && with_x) stage_x(stage, ahead_step);
       if (HELD != 1) ahead_step += WARPS;
       if (HELD == 1 || ahead_step >= steps) {
         ahead_step = warp;
@@ -73,9 +90,24 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   };
   launch_dependents();
 #pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage) fetch(ring + stage * F::STAGE_BYTES);
+  for (int stage = 0; stage < STAGES; ++stage) fetch(ring + stage * STAGE_BYTES, false);
   const float share = 1.f / K;
   wait_for_inputs();
+  if (STAGED) {
+    int tile = mine ? blockIdx.y : tiles, step = warp;
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      u8* const to = ring + stage * STAGE_BYTES;
+#pragma unroll
+      for (int i = 0; i < CHUNKS * NT; ++i)
+        if (m0 + 8 * (i % NT) + g >= M)
+          *reinterpret_cast<uint4*>(to + F::STAGE_BYTES + 512 * i + 16 * lane) = zero16();
+      if (tile < tiles) stage_x(to, step);
+      cp_async_commit();
+      step += WARPS;
+      if (step >= steps) step = warp, tile += gridDim.y;
+    }
+  }
 
   // Rows beyond M and columns beyond K are zero.
   typedef uint4 Values[CHUNKS][NT];
@@ -99,7 +131,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   Values values[PIECES];
   float x_sums[PIECES][NT][4];
 #pragma unroll
-  for (int p = 0; p < PIECES; ++p)
+  for (int p = 0; p < PIECES && !STAGED; ++p)
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk)
       load_x(values[p][chunk], warp + p * WARPS, chunk);
@@ -143,8 +175,13 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
       u8* const stage = ring + slot;
       weights.read(part, stage, tile, step);
       if (F::SHARES) __syncwarp();
-      fetch(stage);
-      slot = slot == (STAGES - 1) * F::STAGE_BYTES ? 0 : slot + F::STAGE_BYTES;
+      if (STAGED)
+#pragma unroll
+        for (int i = 0; i < CHUNKS * NT; ++i)
+          b[i / NT][i % NT] =
+              *reinterpret_cast<const uint4*>(stage + F::STAGE_BYTES + 512 * i + 16 * lane);
+      fetch(stage, true);
+      slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
       opaque(slot);  // one place in the ring to move, not one for each address in it
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
@@ -163,7 +200,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
             mma16816(into[1][j], a[1][0], a[1][1], a[1][2], a[1][3], four.y, four.w);
           }
           if (SCALED && !SUMS_HELD) sum_x(totals, b[chunk]);
-          if (!HELD) load_x(b[chunk], next, chunk);
+          if (HELD == 0) load_x(b[chunk], next, chunk);
         }
         if (SCALED)
 #pragma unroll
@@ -180,7 +217,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
           }
       }
     };
-    if (HELD) {
+    if (HELD > 0) {
 #pragma unroll
       for (int p = 0; p < HELD; ++p)
         if (p < mine) advance(values[p], x_sums[p], warp + p * WARPS, 0);

@@ -46,6 +46,13 @@ DEV void load_nested(u32 (&pairs)[4], const u8* upper, const u8* lower) {
 
 DEV float power_of_two(i32 exponent) { return __uint_as_float((127 + exponent) << 23); }
 
+// 2^shift as a pair of halves, as far as halves go: what is left above that is for the sum.
+constexpr i32 HALF_SHIFT_MAX = 15;
+DEV u32 half_factor(i32 shift) {
+  const float factor = power_of_two(min(shift, HALF_SHIFT_MAX));
+  return pack_half2(factor, factor);
+}
+
 // What a sum over the planes needs to become that of the weight: 2^shift, and the weights that are
 // not in the planes, a list by rows. Each array may be null.
 struct NestedRows {
