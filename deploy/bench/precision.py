@@ -223,7 +223,7 @@ def _measure(path: Path, plan: Plan, seed: int, text: str, steps: Steps) -> dict
     short = [window[:ORDER_TOKENS] for window in windows[:ORDER_WINDOWS]]
     layers, group = model.config.layers, _group(model)
     forms = len(WEIGHTS) - (group is None)
-    orders = (layers + 3 * (PREFIXES - 1)) * len(short)
+    orders = (layers + 3 * PREFIXES + 1) * len(short)
     steps.expect(1 + forms * len(plan.dtypes) * (plan.windows + 1) + orders)
     bench = _Bench(plan, CpuBackend(threads=plan.threads), windows, steps)
     decoder = Decoder(model, bench.backend)
@@ -291,7 +291,7 @@ def _group(model: LoadedModel) -> int | None:
 
 
 def _sensitivity(decoder: Decoder, bench: _Bench, windows: list[list[int]]) -> dict[str, Any]:
-    """Each layer alone in FP8; then the first layers of three orders together, without the head."""
+    """Each layer alone in FP8, and the head; the first layers of three orders without the head."""
     layers = decoder.config.layers
     bench.steps.tell("each layer alone")
     found = measure_sensitivity(decoder, bench.backend, windows, bench.steps.advance)
@@ -300,17 +300,19 @@ def _sensitivity(decoder: Decoder, bench: _Bench, windows: list[list[int]]) -> d
         "middle outwards": PrecisionLevels(layers).order,
         "measured, worst first": found.order[::-1],
     }
-    counts = [round(layers * part / PREFIXES) for part in range(1, PREFIXES)]
+    counts = [round(layers * part / PREFIXES) for part in range(1, PREFIXES + 1)]
     bench.steps.tell("prefixes of orders")
     fixed = [
         FixedLevel(layers, frozenset(order[:count]))
         for order in orders.values()
         for count in counts
     ]
+    fixed.append(FixedLevel(layers, frozenset(), head=True))
     kl = divergences(decoder, bench.backend, windows, fixed, bench.steps.advance)
     return {
         "positions": found.positions,
         "kl_nats": [float(f"{value:.4g}") for value in found.kl_nats],
+        "head_kl_nats": float(f"{kl[-1]:.4g}"),
         "order": list(found.order),
         "prefixes": {
             "layers": counts,

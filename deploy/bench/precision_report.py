@@ -42,10 +42,13 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     _bars(axes[0], figures, "kl_nats", "KL from FP16, nats", log=True)
     _bars(axes[1], figures, "perplexity_over_reference", "perplexity above FP16, %", 100.0, 1.0)
     _bars(axes[2], figures, "greedy_tokens_alike", f"greedy tokens alike, of {tokens}")
-    axes[0].legend(fontsize=7, title="weights", title_fontsize=7)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower left", ncols=len(names), fontsize=8)
     layers = figures["layers"]
-    axes[3].bar(range(len(layers["kl_nats"])), layers["kl_nats"], color="tab:blue")
-    axes[3].set_title("KL of one layer in FP8, nats", fontsize=10)
+    axes[3].bar(range(len(layers["kl_nats"])), layers["kl_nats"], color="tab:gray")
+    axes[3].set_title(
+        f"KL of one layer in FP8, nats (the head: {layers['head_kl_nats']:.2g})", fontsize=10
+    )
     axes[3].set_xlabel("layer", fontsize=8)
     for name, kl in layers["prefixes"]["kl_nats"].items():
         axes[4].plot(layers["prefixes"]["layers"], kl, marker="o", markersize=3, label=name)

@@ -92,10 +92,12 @@ def test_layers_are_ordered_by_what_they_suffer_alone(found: dict[str, Any]) -> 
     assert layers["order"] == sorted(range(3), key=layers["kl_nats"].__getitem__)
     assert layers["positions"] == 2 * 79
     prefixes = layers["prefixes"]
-    assert prefixes["layers"] == [1, 1, 2, 2]
+    assert prefixes["layers"] == [1, 1, 2, 2, 3]
+    assert layers["head_kl_nats"] > 0
     best, middle, worst = prefixes["kl_nats"].values()
     assert best[0] == middle[0] == 0
     assert best[2] <= worst[2]
+    assert best[4] == middle[4] == worst[4]
 
 
 def test_a_mixed_run_draws_every_step_anew_and_keeps_its_head_with_it() -> None:
