@@ -67,6 +67,24 @@ DEV bool merge(float (&sums)[MT][NT][4], float* workspace, i32* tickets) {
   return true;
 }
 
+// What is left to do with the sums [ROWS][COLUMNS + 1] of a tile, in shared memory.
+template <int ROWS, int COLUMNS, int THREADS, class F>
+DEV void finish_sums(const F& weights, const __half* x, const Finish& f, float* sums,
+                     const float* rstd, i32 m0, i32 n0, i32 M, i32 N, i32 K) {
+  constexpr int PITCH = COLUMNS + 1;
+  if (weights.extras(n0, min(n0 + ROWS, N))) {
+    for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) {
+      const int row = e / COLUMNS, column = e % COLUMNS;
+      if (n0 + row < N && m0 + column < M)
+        sums[row * PITCH + column] +=
+            weights.extra(n0 + row, x + static_cast<i64>(m0 + column) * K);
+    }
+    __syncthreads();
+  }
+  const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
+  finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
+}
+
 // Grid: x over blocks of 8 NT WC rows of X, y over 16 MT WR rows of W, z over splits of K.
 // `workspace` has gridDim.x y z blocks of 16 MT WR * 8 NT WC floats, `tickets` a zero for each x, y
 // (and is left so); both unused if gridDim.z is 1. `shared`: as `linear_tiled.py` computes it.
@@ -256,15 +274,5 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
         sums[row * PITCH + 8 * (NT * wc + j) + 2 * t + v % 2] = own[i][j][v] * (F::UNIT * row_scale[row]);
       }
   __syncthreads();
-  if (weights.extras(n0, min(n0 + ROWS, N))) {
-    for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) {
-      const int row = e / COLUMNS, column = e % COLUMNS;
-      if (n0 + row < N && m0 + column < M)
-        sums[row * PITCH + column] +=
-            weights.extra(n0 + row, x + static_cast<i64>(m0 + column) * K);
-    }
-    __syncthreads();
-  }
-  const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
-  finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
+  finish_sums<ROWS, COLUMNS, THREADS>(weights, x, f, sums, rstd, m0, n0, M, N, K);
 }

@@ -1,0 +1,236 @@
+// Linear layers of many rows by Hopper's warpgroup products (sm_90a): FP16 and nested weights.
+//
+// A CTA has 128 rows of W and 128 NB rows of X; each of its two warpgroups has 64 rows of W, which
+// it decodes into registers, and all rows of X, which products read from shared memory. So every
+// weight is decoded once for 128 NB rows of X. While the products of a step run, the next step's
+// weights are decoded.
+//
+// Rows of W are padded in shared memory by 16 bytes, so that the reads of a fragment (two bytes of
+// a plane, or a pair of halves, by each lane) fall into different banks.
+//
+// How the weights are stored is the policy F:
+//   PLANES, ROW_BYTES               of a row and a step
+//   source(row, k, plane, piece)    where the 16 bytes of a plane, of the step at k, are
+//   within(k, piece)                whether they are within K
+//   fragment(rows, unit, half, a)   the A operand of 16 k, of row g (half 0) or g + 8 (1)
+//   and what finishes rows, as in gemm_shared.cuh
+#include "gemm_shared.cuh"
+#include "nested.cuh"
+#include "wgmma.cuh"
+
+constexpr int WIDE_ROWS = 128, WIDE_STEP = 64, WIDE_THREADS = 256, X_TILE = 128 * 128;
+
+template <class F, int NB, int STAGES>
+DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
+                     i32 K, float* workspace, i32* tickets, u8* shared) {
+  constexpr int COLUMNS = 128 * NB, PITCH = COLUMNS + 1, PLANES = F::PLANES;
+  constexpr int ROW = F::ROW_BYTES + 16, PLANE = WIDE_ROWS * ROW, PIECES = F::ROW_BYTES / 16;
+  constexpr int STAGE = NB * X_TILE + PLANES * PLANE;
+  static_assert(STAGE % 1024 == 0, "operand tiles are at multiples of 1024 bytes");
+  __shared__ float rstd[COLUMNS], row_scale[WIDE_ROWS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * WIDE_ROWS;
+  const int steps = (K + WIDE_STEP - 1) / WIDE_STEP, split = blockIdx.z, splits = gridDim.z;
+  const int begin = steps * split / splits, end = steps * (split + 1) / splits;
+
+  auto fetch_w = [&](u8* stage, int step) {
+#pragma unroll
+    for (int i = 0; i < PLANES * WIDE_ROWS * PIECES / WIDE_THREADS; ++i) {
+      const int e = threadIdx.x + i * WIDE_THREADS, piece = e % PIECES;
+      const int row = e / PIECES % WIDE_ROWS, plane = e / (PIECES * WIDE_ROWS);
+      const bool valid = n0 + row < N && weights.within(step * WIDE_STEP, piece);
+      const u8* from = weights.source(n0 + row, step * WIDE_STEP, plane, piece);
+      cp_async16_zfill(stage + NB * X_TILE + plane * PLANE + row * ROW + 16 * piece,
+                       valid ? from : reinterpret_cast<const u8*>(x), valid ? 16 : 0);
+    }
+  };
+  auto fetch_x = [&](u8* stage, int step) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS * 8 / WIDE_THREADS; ++i) {
+      const int e = threadIdx.x + i * WIDE_THREADS, row = e / 8, piece = e % 8;
+      const int m = m0 + row, k = step * WIDE_STEP + 8 * piece;
+      const bool valid = m < M && k < K;
+      cp_async16_zfill(stage + row * 128 + 16 * (piece ^ row % 8),
+                       valid ? x + static_cast<i64>(m) * K + k : x, valid ? 16 : 0);
+    }
+  };
+
+  launch_dependents();
+  // The stage of the step before last is free: its products are over in both warpgroups.
+  constexpr int AHEAD = STAGES - 2;
+#pragma unroll
+  for (int stage = 0; stage < AHEAD; ++stage)
+    if (begin + stage < end) fetch_w(shared + stage * STAGE, begin + stage);
+  for (int row = threadIdx.x; row < WIDE_ROWS; row += WIDE_THREADS)
+    row_scale[row] = n0 + row < N ? weights.row_scale(n0 + row) : 1.f;
+  wait_for_inputs();
+#pragma unroll
+  for (int stage = 0; stage < AHEAD; ++stage) {
+    if (begin + stage < end) fetch_x(shared + stage * STAGE, begin + stage);
+    cp_async_commit();
+  }
+  row_scales<COLUMNS, WIDE_THREADS / 32>(f, rstd, m0, M, 1.f / K);
+
+  float acc[NB][64];
+#pragma unroll
+  for (int b = 0; b < NB; ++b)
+#pragma unroll
+    for (int i = 0; i < 64; ++i) acc[b][i] = 0.f;
+  u32 a[WIDE_STEP / 16][4] = {};
+  int slot = 0, ahead = AHEAD % STAGES;
+  for (int step = begin; step < end; ++step) {
+    cp_async_wait<AHEAD - 1>();
+    fence_shared_for_wgmma();
+    __syncthreads();
+    u8* const stage = shared + slot * STAGE;
+    if (step + AHEAD < end) {
+      fetch_w(shared + ahead * STAGE, step + AHEAD);
+      fetch_x(shared + ahead * STAGE, step + AHEAD);
+    }
+    cp_async_commit();
+    slot = slot == STAGES - 1 ? 0 : slot + 1;
+    ahead = ahead == STAGES - 1 ? 0 : ahead + 1;
+
+    u32 next[WIDE_STEP / 16][4];
+    const u8* const rows = stage + NB * X_TILE + (16 * warp + g) * ROW;
+#pragma unroll
+    for (int unit = 0; unit < WIDE_STEP / 16; ++unit)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        F::template fragment<PLANE>(rows + 8 * half * ROW, unit, half, t, next[unit]);
+#pragma unroll
+    for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
+#pragma unroll
+    for (int unit = 0; unit < WIDE_STEP / 16; ++unit) {
+      wgmma_hold(a[unit]);  // nothing else was in these registers until here
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[unit][i] = next[unit][i];
+      wgmma_hold(a[unit]);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int unit = 0; unit < WIDE_STEP / 16; ++unit)
+#pragma unroll
+      for (int b = 0; b < NB; ++b)
+        wgmma_registers_k(acc[b], a[unit], wgmma_tile(stage + b * X_TILE + 32 * unit, 16, 1024));
+    wgmma_commit();
+  }
+#pragma unroll
+  for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
+#pragma unroll
+  for (int unit = 0; unit < WIDE_STEP / 16; ++unit) wgmma_hold(a[unit]);
+  cp_async_wait<0>();
+  __syncthreads();
+
+  auto& own = reinterpret_cast<float(&)[1][16 * NB][4]>(acc);
+  if (splits > 1 && !merge<1, 16 * NB, WIDE_THREADS>(own, workspace, tickets)) return;
+  float* const sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int j = 0; j < 16 * NB; ++j)
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      const int row = 16 * warp + g + 8 * (v / 2);
+      sums[row * PITCH + 8 * j + 2 * t + v % 2] = own[0][j][v] * (F::UNIT * row_scale[row]);
+    }
+  __syncthreads();
+  finish_sums<WIDE_ROWS, COLUMNS, WIDE_THREADS>(weights, x, f, sums, rstd, m0, n0, M, N, K);
+}
+
+struct HopperF16 {
+  static constexpr int PLANES = 1, ROW_BYTES = 2 * WIDE_STEP;
+  static constexpr float UNIT = 1.f;
+  const __half* weight;
+  i32 K;
+
+  __device__ __forceinline__ const u8* source(i32 row, i32 k, int, int piece) const {
+    return reinterpret_cast<const u8*>(weight + static_cast<i64>(row) * K + k + 8 * piece);
+  }
+
+  __device__ __forceinline__ bool within(i32 k, int piece) const { return k + 8 * piece < K; }
+
+  template <int PLANE>
+  __device__ __forceinline__ static void fragment(const u8* row, int unit, int half, int t,
+                                                  u32 (&a)[4]) {
+    a[half] = *reinterpret_cast<const u32*>(row + 32 * unit + 4 * t);
+    a[2 + half] = *reinterpret_cast<const u32*>(row + 32 * unit + 4 * t + 16);
+  }
+
+  __device__ __forceinline__ static float row_scale(i32) { return 1.f; }
+  __device__ __forceinline__ static bool extras(i32, i32) { return false; }
+  __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
+};
+
+template <int FP8>
+struct HopperNested : NestedRows {
+  static constexpr int PLANES = FP8 ? 1 : 2, ROW_BYTES = WIDE_STEP;
+  static constexpr float UNIT = FP8 ? UPPER_UNIT : 1.f;
+  const u8 *upper, *lower;
+  i32 K;
+
+  __device__ __forceinline__ HopperNested(const NestedRows& rows, const u8* upper, const u8* lower,
+                                          i32 K)
+      : NestedRows(rows), upper(upper), lower(lower), K(K) {}
+
+  __device__ __forceinline__ const u8* source(i32 row, i32 k, int plane, int piece) const {
+    return (plane ? lower : upper) + static_cast<i64>(row) * K + k + 16 * piece;
+  }
+
+  __device__ __forceinline__ bool within(i32 k, int piece) const { return k + 16 * piece < K; }
+
+  // Bytes of 2 t, 2 t + 1 and of 8 further: what lane t has of 16 k.
+  __device__ __forceinline__ static u32 four(const u8* row, int unit, int t) {
+    const u16* from = reinterpret_cast<const u16*>(row + 16 * unit + 2 * t);
+    return from[0] | static_cast<u32>(from[4]) << 16;
+  }
+
+  template <int PLANE>
+  __device__ __forceinline__ static void fragment(const u8* row, int unit, int half, int t,
+                                                  u32 (&a)[4]) {
+    const u32 up = four(row, unit, t);
+    if (FP8)
+      decode_upper_scaled(up, a[half], a[2 + half]);
+    else
+      decode_nested(up, four(row + PLANE, unit, t), a[half], a[2 + half]);
+  }
+
+  __device__ __forceinline__ float row_scale(i32 n) const { return row(n).scale; }
+
+  __device__ __forceinline__ bool extras(i32 n, i32 end) const {
+    return outlier_starts && outlier_starts[n] < outlier_starts[end];
+  }
+
+  __device__ __forceinline__ float extra(i32 n, const __half* x) const {
+    return whole(0.f, row(n), x);
+  }
+};
+
+template <int NB, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
+linear_f16_hopper(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
+                  i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+                  const float* __restrict__ sumsq, i32 partials, float eps,
+                  float* __restrict__ residual, const __half* __restrict__ gamma,
+                  float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const HopperF16 weights{weight, K};
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  hopper_gemm<HopperF16, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
+}
+
+template <int FP8, int NB, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
+linear_nested_hopper(const u8* __restrict__ upper, const u8* __restrict__ lower,
+                     const signed char* __restrict__ shift, const i32* __restrict__ outlier_starts,
+                     const i32* __restrict__ outlier_columns,
+                     const __half* __restrict__ outlier_values, const __half* __restrict__ x, i32 M,
+                     i32 N, i32 K, i32 epilogue, void* __restrict__ out,
+                     const float* __restrict__ bias, const float* __restrict__ sumsq, i32 partials,
+                     float eps, float* __restrict__ residual, const __half* __restrict__ gamma,
+                     float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const HopperNested<FP8> weights({shift, outlier_starts, outlier_columns, outlier_values}, upper,
+                                  lower, K);
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  hopper_gemm<HopperNested<FP8>, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+                                             shared);
+}
