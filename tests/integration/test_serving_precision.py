@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from deepinfer.client import Completion
 from deepinfer.controller.core.config import ControllerConfig
@@ -23,7 +24,11 @@ ALL_FP16 = {"fp16": 1.0, "mixed": 0.0, "fp8": 0.0}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+    folder = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+    # As nested weights have them: those of 32 bits would be rounded.
+    file = folder / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file)
+    return folder
 
 
 @pytest.fixture(scope="module")

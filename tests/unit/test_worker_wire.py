@@ -35,6 +35,14 @@ from deepinfer.kvstore.core.messages import (
     Usage,
     WorkerReport,
 )
+from deepinfer.kvstore.core.precision import (
+    Policy,
+    Precision,
+    PrecisionError,
+    PrecisionLevel,
+    PrecisionRule,
+    PrecisionSettings,
+)
 from deepinfer.kvstore.core.requests import FinishReason, RequestRecord, SamplingParams, Token
 from deepinfer.kvstore.core.shed import ShedLevel, ShedState
 from deepinfer.kvstore.core.states import State
@@ -49,6 +57,7 @@ TICKET = Ticket(SEQ, RUN, Run(2**41, 8))
 TO_GATEWAY: list[ToGateway] = [
     Attach(SEQ, RUN, REF),
     Tokens(SEQ, RUN, 5, (Token(0), Token(9, -0.5, ((9, -0.5), (2, -1.25)))), None),
+    Tokens(SEQ, RUN, 5, tuple(Token(3, precision=tag) for tag in Precision), None),
     Tokens(SEQ, RUN, 5, (), FinishReason.ERROR),
     *(Notice(SEQ, RUN, 4, kind, REF.worker, StoreId("s"), 3, 2**33, 1500) for kind in NoticeKind),
     Notice(SEQ, RUN, 0, NoticeKind.PLACED, REF.worker, None, 0, 0, 0),
@@ -150,6 +159,9 @@ def test_the_controller_reads_a_report_as_it_was() -> None:
             Departed(SEQ, RUN, Departure.DROPPED, None, 0, 0),
         ),
         usage=(Usage(SEQ, 3, 40, 2**40, 4),),
+        precision=PrecisionLevel(
+            2, 3, 0.625, "why", 2**40, (2**41, 2**42, 2**43), (2**44, 2**45, 2**46)
+        ),
         shed=ShedLevel(ShedState.CLOSING, 100, 40, 250),
     )
     sent = control_pb2.WorkerReport.FromString(
@@ -157,6 +169,32 @@ def test_the_controller_reads_a_report_as_it_was() -> None:
     )
     assert controller_wire.worker_report_from(sent) == report
     assert dict(sent.counters) == {"steps": 3.0}
+
+
+def test_what_is_said_of_precision_arrives() -> None:
+    from deepinfer.controller import wire as controller_wire
+
+    rule = PrecisionRule(
+        settings=PrecisionSettings(
+            policy=Policy.THRESHOLD,
+            level_max=4,
+            threshold_tokens=2**20,
+            ttft_target_ms=0.5,
+            tpot_target_ms=1.25,
+            dwell_ms=3,
+        ),
+        waiting_tokens=2**33,
+        waiting_ms=2**34,
+        shed=True,
+    )
+    for precision in (rule, None):
+        reply = ReportReply(epoch=1, number=2, resync=False, precision=precision)
+        sent = controller_wire.reply_to(reply).SerializeToString()
+        assert wire.reply_from(control_pb2.ReportReply.FromString(sent)) == reply
+    wrong = controller_wire.reply_to(ReportReply(epoch=1, number=2, resync=False, precision=rule))
+    wrong.precision.policy = "best"
+    with pytest.raises(PrecisionError, match="precision = 'best': must be one of fp16"):
+        wire.reply_from(wrong)
 
 
 def test_a_reply_keeps_what_a_worker_needs() -> None:
