@@ -100,7 +100,7 @@ def steps(runner: GpuRunner, level: int = 0, *, prompts: bool) -> list[Tensor]:
 @pytest.mark.parametrize(("tied", "captured"), [(True, True), (False, False)])
 def test_fp16_mode_gives_the_bits_of_the_plain_model(tied: bool, captured: bool) -> None:
     config = replace(QWEN2, tied_embeddings=tied)
-    nested, plain = nested_runner(config), cpu_runner(config)
+    nested, plain = nested_runner(config, rows=16), cpu_runner(config, rows=16)
     if captured:
         nested.capture()
     pairs = zip(*(steps(each, prompts=not captured) for each in (nested, plain)), strict=True)
@@ -110,14 +110,14 @@ def test_fp16_mode_gives_the_bits_of_the_plain_model(tied: bool, captured: bool)
 
 
 def test_every_level_computes_its_layers_in_fp8() -> None:
-    config = replace(QWEN2, layers=3, tied_embeddings=False)
-    levels = PrecisionLevels(3, 4)
-    runner = nested_runner(config, levels=4)
-    assert runner.levels == 4
+    config = replace(QWEN2, tied_embeddings=False)
+    levels = PrecisionLevels(2, 3)
+    runner = nested_runner(config, levels=3, rows=32, sequences=2)
+    assert runner.levels == 3
     runner.capture()
     a = ids(30, 1)
     found = []
-    for level in range(4):
+    for level in range(3):
         wanted = rounded(config, levels, level).logits(a)
         logits = [runner.forward([step(a, 0, 28, (3, 9))], level).clone()]
         logits += [runner.forward([step(a, at, at + 1, (3, 9))], level).clone() for at in (28, 29)]
@@ -129,9 +129,9 @@ def test_every_level_computes_its_layers_in_fp8() -> None:
 
 def test_levels_share_what_is_alike() -> None:
     """Decode graphs are a level's own; of wide steps only pieces whose layers' modes differ are."""
-    config = replace(QWEN2, layers=3)
-    runner, plain = nested_runner(config, levels=4), cpu_runner(config)
-    decode, pieces, attention = 4, 4, 3
+    config, sizes = replace(QWEN2, layers=3), {"rows": 16, "sequences": 1}
+    runner, plain = nested_runner(config, levels=4, **sizes), cpu_runner(config, **sizes)
+    decode, pieces, attention = 1, 4, 3
     assert plain.capture() == decode + pieces + attention
     modes = [PrecisionLevels(3, 4).fp8_layers(level) for level in range(4)]
     different = sum(
@@ -143,7 +143,8 @@ def test_levels_share_what_is_alike() -> None:
 
 def test_attention_is_shared_and_a_sequence_may_change_levels_in_its_course() -> None:
     """Its KV is what the levels of its steps made it; what follows is computed at the new one."""
-    runner, plain = nested_runner(QWEN2), cpu_runner(QWEN2)
+    sizes = {"rows": 16, "sequences": 1}
+    runner, plain = nested_runner(QWEN2, **sizes), cpu_runner(QWEN2, **sizes)
     runner.capture()
     a, at_a = ids(40, 1), (3, 9, 4)
     for each in (runner, plain):

@@ -211,11 +211,13 @@ class FakeTimer:
 
 
 def test_costs_are_those_of_steps_at_each_level() -> None:
-    runner = nested_runner(replace(QWEN2, layers=3, max_positions=64), levels=4, rows=32)
+    runner = nested_runner(
+        replace(QWEN2, layers=3, max_positions=64), levels=4, rows=16, sequences=4
+    )
     before = runner.pool.storage[:BLOCKS].clone()
     costs = measure_costs(runner, FakeTimer(runner), limit_s=60)
     assert len(costs) == 4
-    assert costs[0].rows == (1, 2, 4, 8, 16, 32)
+    assert costs[0].rows == (1, 2, 4, 8, 16)
     assert costs[0].us == tuple(pytest.approx(100 + rows) for rows in costs[0].rows)
     for cost, share in zip(costs, (0, 1 / 3, 2 / 3, 1), strict=True):
         assert cost.predict(20, 0) == pytest.approx(120 * (1 - share / 2))
