@@ -61,7 +61,8 @@ def measure_costs(
         now = time.monotonic()
         if now + 2 * (now - began) > deadline:
             break
-    at = max(place for place, count in enumerate(rows) if count <= CONTEXT_ROWS)
+    most = min(CONTEXT_ROWS, runner.limits.sequences)
+    at = max(place for place, count in enumerate(rows) if count <= most)
     with_context = _with_context(runner, rows[at])
     tokens = sum(part.start for part in with_context)
     costs = []
