@@ -81,6 +81,9 @@ class Sampling:
     skip_special_tokens: Annotated[
         bool, typer.Option(help="Leave control tokens out of the text.")
     ] = True
+    exact: Annotated[
+        bool, typer.Option("--exact", help="FP16 in every step, where weights may give way.")
+    ] = False
 
     def __post_init__(self) -> None:
         """Raises BadParameter: a token id has two biases."""

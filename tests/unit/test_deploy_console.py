@@ -145,7 +145,7 @@ def test_every_sampling_field_of_the_contract_is_an_option(client: FakeClient) -
     result = CliRunner().invoke(app, ["generate", "-", "--json"], input="Grüße")
     assert result.exit_code == 0
     contract = {field.name for field in SamplingParams.DESCRIPTOR.fields}
-    assert contract | {"deadline_s", "include_events"} == set(client.options)
+    assert contract | {"deadline_s", "include_events", "exact"} == set(client.options)
     unset = SamplingParams()
     for name in SAMPLING_SCALARS:
         if name != "temperature" and client.options[name] is not None:
@@ -157,12 +157,13 @@ def test_options_reach_the_request(client: FakeClient) -> None:
     words = (
         "--logit-bias 5=-1.5 --logit-bias 7=100 --min-tokens 3 --frequency-penalty -0.5 "
         "--presence-penalty 2 --stop a --stop b --stop-token-id 9 --ignore-eos "
-        "--include-stop-str-in-output --no-skip-special-tokens"
+        "--include-stop-str-in-output --no-skip-special-tokens --exact"
     )
     for command in ("generate -", "chat"):
         result = CliRunner().invoke(app, [*command.split(), *words.split()], input="Grüße")
         assert result.exit_code == 0, result.output
         asked = {
+            "exact": True,
             "logit_bias": {5: -1.5, 7: 100.0},
             "min_tokens": 3,
             "frequency_penalty": -0.5,
