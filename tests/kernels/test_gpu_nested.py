@@ -16,8 +16,14 @@ from deepinfer.deploy.bench.sdpa_model import SdpaModel
 from deepinfer.kernels.nested import NestedWeight, encode
 from deepinfer.kvstore.core.requests import SamplingParams
 from deepinfer.workers.gpu.runner import GpuRunner
-from deepinfer.workers.gpu.weights import GpuWeights, linears
+from deepinfer.workers.gpu.weights import (
+    GpuWeights,
+    linears,
+    load_weights,
+    with_projections,
+)
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.key_scales import KeyScales, with_key_scales
 from deepinfer.workers.model.levels import PrecisionLevels
 from deepinfer.workers.model.nested import nest
 from deepinfer.workers.model.runner import SequenceSlice
@@ -207,3 +213,28 @@ def test_a_level_that_there_is_not_is_named(level: int) -> None:
     for levels in ((level,), (0, level)):
         with pytest.raises(ValueError, match=rf"level = {level}: must be 0 to 1"):
             runner.forward([step(ids(4, 1), 0, 4, (0,))], *levels)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_key_scales_are_shifts_of_rows_in_the_planes_that_are_there(qk_norm: bool) -> None:
+    """Nested again with other scales: the same memory, and the same logits as plain weights."""
+    config = replace(QWEN2, qk_norm=qk_norm, family="qwen3" if qk_norm else "qwen2")
+    model, plain = nest(random_model(config)), random_model(config)
+    exponents = torch.tensor([[[3, -2] * 32]] * 2, dtype=torch.int8)
+    exponents[..., 32:] = exponents[..., :32]
+    scaled = with_key_scales(model, KeyScales(exponents))
+    weights = load_weights(model, CPU, 32)
+    before = [layer.qkv for layer in weights.layers]
+    after = [layer.qkv for layer in with_projections(weights, scaled).layers]
+    fresh = [layer.qkv for layer in load_weights(scaled, CPU, 32).layers]
+    for old, new, wanted in zip(before, after, fresh, strict=True):
+        assert isinstance(old, NestedWeight)
+        assert isinstance(new, NestedWeight)
+        assert isinstance(wanted, NestedWeight)
+        assert new.upper.data_ptr() == old.upper.data_ptr()
+        assert new.lower is old.lower
+        assert torch.equal(new.decode(), wanted.decode())
+    runner = cpu_runner(config, model=scaled, levels=2)
+    wanted = SdpaModel(plain, torch.float32, CPU).logits(ids(20, 1))[[19]]
+    found = runner.forward([step(ids(20, 1), 0, 20, (0, 1))])
+    assert float((found - wanted).abs().max()) < TOLERANCE
