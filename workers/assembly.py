@@ -17,6 +17,7 @@ from deepinfer.workers.actor import WorkerSettings
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.core.config import WorkerConfigError
 from deepinfer.workers.core.core import WorkerCore
+from deepinfer.workers.core.valve import note
 from deepinfer.workers.engine import Engine
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.card import find_card
@@ -102,7 +103,8 @@ def open_device(
         )
         verdict = ready.verdict or verdict or Verdict()
         engine = Engine(ready.runner, failpoints)
-        notes, identity = (*ready.notes, *verdict.notes), _identity(loaded, verdict)
+        notes = (*ready.notes, *note(engine.levels, engine.costs), *verdict.notes)
+        identity = _identity(loaded, verdict)
         return Device(
             engine, ready.pool, ready.blocks, identity, notes, verdict.gauges, ready.planes
         )
@@ -128,7 +130,8 @@ def open_device(
         )
     engine = Engine(runner, failpoints)
     identity = _identity(loaded, verdict)
-    return Device(engine, pool, blocks, identity, verdict.notes, verdict.gauges, planes)
+    notes = (*note(engine.levels, engine.costs), *verdict.notes)
+    return Device(engine, pool, blocks, identity, notes, verdict.gauges, planes)
 
 
 def _identity(model: LoadedModel, verdict: Verdict) -> KvIdentity:

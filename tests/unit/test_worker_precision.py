@@ -30,6 +30,7 @@ from deepinfer.workers.core.events import (
     StepPlan,
 )
 from deepinfer.workers.core.purity import Purity
+from deepinfer.workers.core.valve import note
 from support.worker_bench import Bench, request
 from support.worker_world import Request, make_request
 
@@ -167,6 +168,17 @@ def test_a_worker_says_why_it_stays() -> None:
         rule(bench, "fp8", number=2)
         bench.wait(100)
         assert bench.report.precision.remark == "", "who asks for FP8 gets it"
+
+
+def test_a_start_says_whether_levels_are_of_use() -> None:
+    slow, fast = StepCost((1,), (1000.0,)), StepCost((1,), (620.0,))
+    assert note(1, ()) == ()
+    assert note(2, (slow, fast)) == (
+        "nested weights: a step of 8 rows takes 62% of its FP16 time in FP8",
+    )
+    (said,) = note(2, (slow, slow))
+    assert said.startswith("nested weights: FP8 steps are no faster here: of an FP16 step's time")
+    assert said.endswith("with precision = 'slo' every step is FP16")
 
 
 def test_what_was_counted_is_reported() -> None:

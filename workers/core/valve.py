@@ -9,6 +9,7 @@ from deepinfer.kvstore.core.precision import (
     Precision,
     PrecisionLevel,
     PrecisionRule,
+    StepCost,
     StepLoad,
     Valve,
     choose,
@@ -23,6 +24,17 @@ from deepinfer.workers.core.sequence import Resident
 
 LOAD_KEEP_MS = 2000
 """What a rule says of the load at the controller counts for so long."""
+
+
+def note(levels: int, costs: Sequence[StepCost]) -> tuple[str, ...]:
+    """What a start has to say of nested weights: whether their levels are of use here."""
+    if levels == 1:
+        return ()
+    reason = not_worth(costs, levels)
+    if reason:
+        return (f"nested weights: {reason}; with precision = 'slo' every step is FP16",)
+    ratio = decode_ratio(costs)
+    return (f"nested weights: a step of 8 rows takes {ratio:.0%} of its FP16 time in FP8",)
 
 
 class Levels:
