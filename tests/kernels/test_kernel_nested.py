@@ -59,6 +59,7 @@ def test_every_half_up_to_the_limit_comes_back_and_its_upper_byte_is_e4m3() -> N
     assert weight.row_shift is None
     assert weight.outliers == 0
     assert same_bits(weight.decode(), halves[None])
+    assert torch.equal(encode(halves[None], row_scaling=False).upper, weight.upper)
     codes = weight.upper[0].long()
     assert torch.equal(codes & 0x7F, nearest_e4m3(256 * halves.abs().double()))
     assert torch.equal(codes >> 7 == 1, halves.signbit())
@@ -159,7 +160,7 @@ def test_any_matrix_survives_all_that_is_done_to_it(
 
 
 def test_fused_weights_are_those_of_fused_matrices() -> None:
-    gate, up = planted()[:16], planted()[16:32].flip(0)
+    gate, up = planted()[8:24], planted()[:16]  # the outliers change places
     bias = torch.arange(16).float()
     coded = [encode(gate, bias=bias), encode(up, bias=-bias)]
     both = nested.interleave(*coded)
@@ -182,6 +183,11 @@ def test_large_matrices_are_coded_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(getattr(sliced, name), tensor), name
     assert same_bits(sliced.decode(), weight)
     assert torch.equal(sliced.decode_fp8(), whole.decode_fp8())
+    with pytest.raises(NestError, match="in row 17"):
+        encode(weight[8:30].roll(8, 0), row_scaling=False)
+    weight[30, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"weight \[30, 1\] = nan"):
+        encode(weight)
 
 
 def test_bfloat16_is_rounded_to_half_once_and_float32_must_be_exact() -> None:
