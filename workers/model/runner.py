@@ -103,8 +103,12 @@ class ModelRunner:
         return self._levels.count
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> Tensor:
+    def forward(
+        self, slices: Sequence[SequenceSlice], level: int = 0, next_level: int | None = None
+    ) -> Tensor:
         """Compute ``slices`` in one step, at a level of 0 to ``levels - 1``.
+
+        ``next_level``, that of the step to come, is for runners that launch ahead; unused here.
 
         Returns float32 ``[slices that want logits, vocab]``, in their order. Every slice's K and
         V are in the pool afterwards. Blocks that two slices share must not be written by either
