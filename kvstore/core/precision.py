@@ -259,6 +259,9 @@ class StepLoad:
     """How long the one among them has waited that has waited longest."""
     step_tokens_max: int = 2048
     """Tokens that a step may compute."""
+    pace: float = 1.0
+    """How long steps have taken of late, of what was predicted: there is more to a step than what
+    was measured at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,8 +390,8 @@ class _Times:
     def __init__(
         self, settings: PrecisionSettings, cost: StepCost, load: StepLoad, token_us: float
     ) -> None:
-        ttft_us = 1000 * settings.ttft_target_ms
-        self.token = token_us / (1000 * settings.tpot_target_ms)
+        ttft_us = 1000 * settings.ttft_target_ms / load.pace
+        self.token = load.pace * token_us / (1000 * settings.tpot_target_ms)
         """A token behind the first: the mean step."""
         self.step = cost.predict(load.rows, load.context_tokens) / ttft_us
         """This step."""
@@ -397,7 +400,7 @@ class _Times:
         and of who has waited longest, and is served next. Everybody else lies between."""
         if load.backlog_tokens:
             self.clear = _clear_us(cost, load) / ttft_us
-            self.waited = 1000 * load.backlog_ms / ttft_us + self.step
+            self.waited = load.backlog_ms / settings.ttft_target_ms + self.step
 
     @property
     def pressure(self) -> float:

@@ -155,6 +155,27 @@ def test_slo_is_told_of_the_load_at_the_controller_until_that_is_old() -> None:
     assert in_flight(bench).level == 0, "the controller has not been heard of since"
 
 
+def test_slo_learns_how_long_steps_really_take() -> None:
+    costs = tuple(StepCost((1, 16), (us, us)) for us in (10_000.0, 5000.0))
+    for took_ms, pace, opens in (
+        (10, 1.0, False),
+        (20, 2.0, True),
+        (90, 3.0, True),
+        (1, 0.5, False),
+    ):
+        bench = nested(costs=costs, blocks_total=128)
+        rule(bench, "slo", tpot_target_ms=15, dwell_ms=0)
+        bench.running(request(max_tokens=250))
+        levels = set()
+        for _ in range(200):
+            bench.now_ms += took_ms
+            bench.step(40)
+            levels.add(in_flight(bench).level)
+        assert (1 in levels) == opens, took_ms
+        if not opens:
+            assert bench.core._levels.pace == pytest.approx(pace, abs=0.1)
+
+
 def test_a_worker_says_why_it_stays() -> None:
     same = (StepCost((1,), (1000.0,)),) * 2
     for bench, remark in ((nested(costs=same), "no faster"), (nested(), "not measured")):

@@ -22,6 +22,10 @@ from deepinfer.workers.core.events import Chunk, StepPlan
 from deepinfer.workers.core.roster import Roster
 from deepinfer.workers.core.sequence import Resident
 
+PACE = (0.5, 3.0)
+"""What is believed of how much faster or slower steps are than predicted."""
+PACE_STEPS = 64
+"""Over so many steps it is a mean."""
 LOAD_KEEP_MS = 2000
 """What a rule says of the load at the controller counts for so long."""
 
@@ -48,6 +52,10 @@ class Levels:
         self._config = roster.config
         self._valve = Valve()
         self._planned_ms = 0
+        self._predicted_us = 0.0
+        """Of the step in flight; 0: not looked at."""
+        self._mean_us = (0.0, 0.0)
+        """Of the latest steps: what was predicted, and what they took."""
         self.level = 0
         """Of the latest step."""
 
@@ -89,6 +97,10 @@ class Levels:
             )
             level = self._valve.level
         level = max(level, level_min)
+        self._predicted_us = 0.0
+        if config.costs:
+            rows, context_tokens = _size(chunks)
+            self._predicted_us = config.costs[level].predict(rows, context_tokens)
         if level != self.level:
             self.level = level
             self._roster.counters.precision_switches += 1
@@ -101,7 +113,27 @@ class Levels:
     def ended(self, plan: StepPlan, now_ms: int) -> None:
         """The step has run."""
         if plan.chunks:
-            self._roster.counters.add_time(self.tag(plan), now_ms - self._planned_ms)
+            took_ms = now_ms - self._planned_ms
+            self._roster.counters.add_time(self.tag(plan), took_ms)
+            self._compare(1000.0 * took_ms)
+
+    @property
+    def pace(self) -> float:
+        """How long steps have taken of late, of what was predicted."""
+        predicted_us, took_us = self._mean_us
+        low, high = PACE
+        return min(max(took_us / predicted_us, low), high) if predicted_us else 1.0
+
+    def _compare(self, took_us: float) -> None:
+        new = self._predicted_us
+        if not new:
+            return
+        predicted_us, before_us = self._mean_us if self._mean_us[0] else (new, new)
+        took_us = min(took_us, PACE[1] * new)  # a process that was stopped says nothing of steps
+        self._mean_us = (
+            predicted_us + (new - predicted_us) / PACE_STEPS,
+            before_us + (took_us - before_us) / PACE_STEPS,
+        )
 
     def _load(self, chunks: Sequence[Chunk], rule: PrecisionRule, now_ms: int) -> StepLoad:
         tokens, since_ms = 0, now_ms
@@ -113,13 +145,15 @@ class Levels:
         if rule.waiting_tokens and said_ms < LOAD_KEEP_MS:
             tokens += rule.waiting_tokens
             since_ms = min(since_ms, self._roster.ruled_ms - rule.waiting_ms)
+        rows, context_tokens = _size(chunks)
         return StepLoad(
-            rows=sum(len(chunk.token_ids) for chunk in chunks),
+            rows=rows,
             decodes=sum(1 for chunk in chunks if chunk.index > 0),
-            context_tokens=sum(chunk.start + len(chunk.token_ids) for chunk in chunks),
+            context_tokens=context_tokens,
             backlog_tokens=tokens,
             backlog_ms=now_ms - since_ms,
             step_tokens_max=self._config.max_batch_tokens,
+            pace=self.pace,
         )
 
     def _to_compute(self, resident: Resident) -> int:
@@ -130,3 +164,9 @@ class Levels:
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
         assert 0 <= self.level < self._config.levels, f"{self.level} of {self._config.levels}"
+
+
+def _size(chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Rows of a step, and the tokens of KV that they attend to."""
+    rows = sum(len(chunk.token_ids) for chunk in chunks)
+    return rows, rows + sum(chunk.start for chunk in chunks)
