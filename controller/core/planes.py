@@ -49,12 +49,14 @@ class Planes:
     """One worker's planes: its last word of them, what is wanted, and the pressure so far."""
 
     __slots__ = ("calm_since_ms", "crossed_blocks", "level", "lost", "since_ms", "waited_ms",
-                 "wanted", "weighed_ms")  # fmt: skip
+                 "wanted", "wanted_ms", "weighed_ms")  # fmt: skip
 
     def __init__(self, level: ShedLevel, now_ms: int) -> None:
         self.level = level
         self.wanted = _away(level)
         """Away; what another controller had begun is not undone at once."""
+        self.wanted_ms = now_ms
+        """When that was last decided."""
         self.since_ms = now_ms
         """Since when the state is what it is, as far as this controller knows."""
         self.calm_since_ms: int | None = None

@@ -97,7 +97,7 @@ def review(world: World, worker: Worker) -> None:
 def _want(world: World, worker: Worker, planes: Planes, wanted: bool) -> None:
     if wanted is planes.wanted:
         return
-    planes.wanted = wanted
+    planes.wanted, planes.wanted_ms = wanted, world.now_ms
     planes.calm_since_ms = None
     planes.forget_pressure()
     if wanted:
@@ -122,7 +122,7 @@ def coming(world: World, worker: Worker) -> bool:
         and planes.wanted
         and planes.level.state in (ShedState.HELD, ShedState.SHEDDING)
         and not _exact_there(world, worker)
-        and world.now_ms < planes.since_ms + world.config.dead_ms
+        and world.now_ms < planes.wanted_ms + world.config.order_timeout_ms
     )
 
 
