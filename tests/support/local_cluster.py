@@ -134,6 +134,8 @@ async def local_cluster(
     prefix_cache: bool = False,
     weights: str = "auto",
     precision_levels: int = 2,
+    shed: bool = False,
+    start_shed: bool = False,
     controller: ControllerConfig | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """A cluster of one worker with a pool of ``blocks``, for as long as the block lasts."""
@@ -160,6 +162,8 @@ async def local_cluster(
                 kv_cache_dtype="fp16",
                 weights=weights,
                 precision_levels=precision_levels,
+                shed=shed,
+                start_shed=start_shed,
                 token=TOKEN,
                 config=WorkerConfig(
                     blocks_total=blocks,
