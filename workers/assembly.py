@@ -126,7 +126,14 @@ def open_device(
     if tail:
         weights = verdict.model(loaded).weights
         planes = CpuPlanes(
-            decoder, weights, runner, pool, blocks, head=head, threads=settings.threads
+            decoder,
+            weights,
+            runner,
+            pool,
+            blocks,
+            head=head,
+            threads=settings.threads,
+            failpoints=failpoints,
         )
     engine = Engine(runner, failpoints)
     identity = _identity(loaded, verdict)

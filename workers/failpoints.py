@@ -29,6 +29,7 @@ Place = Literal[
     "after_commit_before_free",
     "mid_fetch",
     "after_fetch_before_report",
+    "mid_return",
 ]
 PLACES: Final[tuple[str, ...]] = get_args(Place)
 POINT_VARIABLE: Final = "DEEPINFER_FAILPOINT"

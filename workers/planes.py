@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.model.decoder import Decoder
 from deepinfer.workers.model.heap import trim_heap
 from deepinfer.workers.model.runner import ModelRunner
@@ -70,7 +71,9 @@ class CpuPlanes:
         *,
         head: bool,
         threads: int,
+        failpoints: Failpoints | None = None,
     ) -> None:
+        self._failpoints = failpoints or Failpoints()
         self._decoder = decoder
         self._weights = weights
         self._runner = runner
@@ -106,6 +109,7 @@ class CpuPlanes:
                 decoder.pack_head(self._weights)
             for layer in range(decoder.config.layers):
                 decoder.pack_planes(self._weights, range(layer, layer + 1))
+                self._failpoints.hit("mid_return")
         except Exception:
             decoder.drop_planes(head=self._head)
             raise
