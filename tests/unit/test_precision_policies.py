@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
+from deepinfer.kvstore.core.policies import StepLoad, Valve, choose, decode_ratio, not_worth
 from deepinfer.kvstore.core.precision import (
     Policy,
     Precision,
     PrecisionError,
     PrecisionSettings,
     StepCost,
-    StepLoad,
-    Valve,
-    choose,
-    decode_ratio,
-    not_worth,
     packed,
     precision_of,
     resolve_policy,

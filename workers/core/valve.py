@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deepinfer.kvstore.core.policies import StepLoad, Valve, choose, decode_ratio, not_worth
 from deepinfer.kvstore.core.precision import (
     Policy,
     Precision,
     PrecisionLevel,
     PrecisionRule,
     StepCost,
-    StepLoad,
-    Valve,
-    choose,
-    decode_ratio,
-    not_worth,
     precision_of,
 )
 from deepinfer.kvstore.core.states import State
