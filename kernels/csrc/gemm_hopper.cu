@@ -5,14 +5,17 @@
 // weight is decoded once for 128 NB rows of X. While the products of a step run, the next step's
 // weights are decoded.
 //
-// Rows of W are padded in shared memory by 16 bytes, so that the reads of a fragment (two bytes of
-// a plane, or a pair of halves, by each lane) fall into different banks.
+// The pieces of a row of W are turned in shared memory, so that the reads of a fragment (two bytes
+// of a plane, or a pair of halves, by each lane) fall into different banks.
 //
 // How the weights are stored is the policy F:
 //   PLANES, ROW_BYTES               of a row and a step
 //   source(row, k, plane, piece)    where the 16 bytes of a plane, of the step at k, are
 //   within(k, piece)                whether they are within K
-//   fragment(rows, unit, half, a)   the A operand of 16 k, of row g (half 0) or g + 8 (1)
+//   turn(row)                       what the pieces of a row are turned by (exclusive or)
+//   Factors, load(factors, row, N)  what a lane needs besides of rows row and row + 8
+//   fragment(row, turned, factors, unit, half, t, a)   the A operand of 16 k, of row g (half 0) or
+//                                   g + 8 (1)
 //   and what finishes rows, as in gemm_shared.cuh
 #include "gemm_shared.cuh"
 #include "nested.cuh"
@@ -24,7 +27,7 @@ template <class F, int NB, int STAGES>
 DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                      i32 K, float* workspace, i32* tickets, u8* shared) {
   constexpr int COLUMNS = 128 * NB, PITCH = COLUMNS + 1, PLANES = F::PLANES;
-  constexpr int ROW = F::ROW_BYTES + 16, PLANE = WIDE_ROWS * ROW, PIECES = F::ROW_BYTES / 16;
+  constexpr int ROW = F::ROW_BYTES, PLANE = WIDE_ROWS * ROW, PIECES = ROW / 16;
   constexpr int STAGE = NB * X_TILE + PLANES * PLANE;
   static_assert(STAGE % 1024 == 0, "operand tiles are at multiples of 1024 bytes");
   __shared__ float rstd[COLUMNS], row_scale[WIDE_ROWS];
@@ -40,7 +43,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
       const int row = e / PIECES % WIDE_ROWS, plane = e / (PIECES * WIDE_ROWS);
       const bool valid = n0 + row < N && weights.within(step * WIDE_STEP, piece);
       const u8* from = weights.source(n0 + row, step * WIDE_STEP, plane, piece);
-      cp_async16_zfill(stage + NB * X_TILE + plane * PLANE + row * ROW + 16 * piece,
+      cp_async16_zfill(stage + NB * X_TILE + plane * PLANE + row * ROW + 16 * (piece ^ F::turn(row)),
                        valid ? from : reinterpret_cast<const u8*>(x), valid ? 16 : 0);
     }
   };
@@ -63,6 +66,8 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     if (begin + stage < end) fetch_w(shared + stage * STAGE, begin + stage);
   for (int row = threadIdx.x; row < WIDE_ROWS; row += WIDE_THREADS)
     row_scale[row] = n0 + row < N ? weights.row_scale(n0 + row) : 1.f;
+  typename F::Factors factors;
+  weights.load(factors, n0 + 16 * warp + g, N);
   wait_for_inputs();
 #pragma unroll
   for (int stage = 0; stage < AHEAD; ++stage) {
@@ -97,7 +102,8 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     for (int unit = 0; unit < WIDE_STEP / 16; ++unit)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        F::template fragment<PLANE>(rows + 8 * half * ROW, unit, half, t, next[unit]);
+        F::template fragment<PLANE>(rows + 8 * half * ROW, F::turn(g), factors, unit, half, t,
+                                    next[unit]);
 #pragma unroll
     for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
 #pragma unroll
@@ -148,11 +154,16 @@ struct HopperF16 {
 
   __device__ __forceinline__ bool within(i32 k, int piece) const { return k + 8 * piece < K; }
 
+  struct Factors {};
+  __device__ __forceinline__ static void load(Factors&, i32, i32) {}
+
+  __device__ __forceinline__ static int turn(int row) { return row % 8; }
+
   template <int PLANE>
-  __device__ __forceinline__ static void fragment(const u8* row, int unit, int half, int t,
-                                                  u32 (&a)[4]) {
-    a[half] = *reinterpret_cast<const u32*>(row + 32 * unit + 4 * t);
-    a[2 + half] = *reinterpret_cast<const u32*>(row + 32 * unit + 4 * t + 16);
+  __device__ __forceinline__ static void fragment(const u8* row, int turned, const Factors&,
+                                                  int unit, int half, int t, u32 (&a)[4]) {
+    a[half] = *reinterpret_cast<const u32*>(row + 16 * (2 * unit ^ turned) + 4 * t);
+    a[2 + half] = *reinterpret_cast<const u32*>(row + 16 * (2 * unit + 1 ^ turned) + 4 * t);
   }
 
   __device__ __forceinline__ static float row_scale(i32) { return 1.f; }
@@ -177,23 +188,44 @@ struct HopperNested : NestedRows {
 
   __device__ __forceinline__ bool within(i32 k, int piece) const { return k + 16 * piece < K; }
 
+  __device__ __forceinline__ static int turn(int row) { return row / 2 % 4; }
+
+  struct Factors {
+    u32 factors[2];
+  };
+
+  __device__ __forceinline__ void load(Factors& found, i32 row, i32 N) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      found.factors[half] =
+          half_factor(!FP8 && shift && row + 8 * half < N ? shift[row + 8 * half] : 0);
+  }
+
   // Bytes of 2 t, 2 t + 1 and of 8 further: what lane t has of 16 k.
-  __device__ __forceinline__ static u32 four(const u8* row, int unit, int t) {
-    const u16* from = reinterpret_cast<const u16*>(row + 16 * unit + 2 * t);
+  __device__ __forceinline__ static u32 four(const u8* piece, int t) {
+    const u16* from = reinterpret_cast<const u16*>(piece + 2 * t);
     return from[0] | static_cast<u32>(from[4]) << 16;
   }
 
+  // FP16 mode undoes a row's shift in the halves, as far as they go: see gemm_nested.cu.
   template <int PLANE>
-  __device__ __forceinline__ static void fragment(const u8* row, int unit, int half, int t,
-                                                  u32 (&a)[4]) {
-    const u32 up = four(row, unit, t);
-    if (FP8)
-      decode_upper_scaled(up, a[half], a[2 + half]);
-    else
-      decode_nested(up, four(row + PLANE, unit, t), a[half], a[2 + half]);
+  __device__ __forceinline__ static void fragment(const u8* row, int turned, const Factors& factors,
+                                                  int unit, int half, int t, u32 (&a)[4]) {
+    const u8* piece = row + 16 * (unit ^ turned);
+    if (FP8) {
+      decode_upper_scaled(four(piece, t), a[half], a[2 + half]);
+    } else {
+      u32 pairs[2];
+      decode_nested(four(piece, t), four(piece + PLANE, t), pairs[0], pairs[1]);
+      a[half] = h2u(__hmul2(u2h(pairs[0]), u2h(factors.factors[half])));
+      a[2 + half] = h2u(__hmul2(u2h(pairs[1]), u2h(factors.factors[half])));
+    }
   }
 
-  __device__ __forceinline__ float row_scale(i32 n) const { return row(n).scale; }
+  __device__ __forceinline__ float row_scale(i32 n) const {
+    if (!shift) return 1.f;
+    return power_of_two(FP8 ? shift[n] : max(shift[n] - HALF_SHIFT_MAX, 0));
+  }
 
   __device__ __forceinline__ bool extras(i32 n, i32 end) const {
     return outlier_starts && outlier_starts[n] < outlier_starts[end];

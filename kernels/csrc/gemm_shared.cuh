@@ -1,37 +1,37 @@
 // Linear layers for 17 rows and more: tiles of W and of X pass through shared memory.
 //
 // A CTA has 16 MT WR rows of W and 8 NT WC rows of X. Of its WR WC WK warps each has 16 MT by 8 NT of
-// them, and every WK-th block of k. A stage of the ring holds W as it is stored (codes are decoded in
-// registers, by the warps that have those rows) and X as fragments, so that every read of either is
-// 16 bytes a lane without a conflict. Where N alone makes too few CTAs, gridDim.z of them split
-// K; the last to come adds the partial sums in the order of the splits.
+// them, and every WK-th block of k. A stage of the ring holds both as they are in memory: codes are
+// decoded in registers, by the warps that have those rows. Where N alone makes too few CTAs,
+// gridDim.z of them split K; the last to come adds the partial sums in the order of the splits.
 //
 // The order of k within a block is that of W's bytes: lane t = lane % 4 of a row's four takes its
-// 16 t ... 16 t + 15 bytes, whatever they hold, and X is stored so that it meets the same k. F16 and
-// both modes of nested weights share one order: their sums are the same bits.
+// 16 t ... 16 t + 15 bytes, whatever they hold, and the same k of X. F16 and both modes of nested
+// weights share one order: their sums are the same bits. Rows in shared memory are turned so that
+// the reads of eight lanes, 16 bytes each, fall into different banks; the two halves of a sector of
+// 32 bytes stay together, which copies want.
 //
 // How the weights are stored is the policy F:
 //   BLOCK             k of a row that its four lanes take at once
-//   PLANES            pieces of 16 bytes that each of them reads for that
+//   ARRAYS, PIECES    how many arrays W is, and the pieces of 16 bytes of a row and block in each
+//   PLANES            pieces that a lane reads for a block
 //   GROUP             chunks of 32 k that share a scale; 0: no scales, sums stay where they are
 //   UNIT              what all sums are multiplied by at the end
-//   place<ROWS, WK>(e)              the e-th piece of a stage, in the order in which threads copy
-//   source(row, k, plane, t)        where it is in global memory
-//   unit(piece), lane(piece)        which 32 k and which t eight values of X of a block belong to
+//   array(i), row_bytes()           where W is
+//   turn(row)                       what a row's pieces are turned by (exclusive or)
+//   place<ROWS>(row, t, plane)      where in a block of a stage a lane's pieces are
+//   piece(unit, t), x_turn(row)     which piece of a row of X goes with 32 k, how X is turned
 //   Scales            what a lane needs besides to decode 16 rows of a block
 //   load(scales, row, k)            of rows row and row + 8 of the block at k
-//   within(k, plane, t)             whether that piece of the block at k is within K
-//   fragments(planes, scales, unit, half, a)   A operands of two mma, of row g (half 0) or g + 8
+//   Factors, factors(row)           the same, once for all of K
+//   fragments(planes, scales, factors, unit, half, a)   A operands of two mma, of row g (half 0) or
+//                     g + 8 (1)
 //   scale(scales, unit, half)       what a group's sums are multiplied by
 //   row_scale(row)                  what a row's sums are multiplied by, a power of two
 //   extra(row, x)                   what is added to them after that, for this row of X
 //   extras(row, end)                whether any of these rows has something to add
 #pragma once
 #include "gemm.cuh"
-
-struct Place {
-  int row, block, plane, lane;
-};
 
 // Leaves this split's sums in the workspace. In the CTA that comes last true, and `sums` is that of
 // all splits, added in their order.
@@ -91,12 +91,15 @@ DEV void finish_sums(const F& weights, const __half* x, const Finish& f, float* 
 template <class F, int NT, int MT, int WR, int WC, int WK, int STAGES>
 DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                     i32 K, float* workspace, i32* tickets, uint4* shared) {
-  constexpr int WARPS = WR * WC * WK, THREADS = 32 * WARPS, PLANES = F::PLANES, UNITS = F::BLOCK / 32;
-  constexpr int ROWS = 16 * MT * WR, COLUMNS = 8 * NT * WC, PITCH = COLUMNS + 1;
-  constexpr int STEP = F::BLOCK * WK, TILES = NT * WC;
-  constexpr int W_PIECES = 4 * PLANES * ROWS * WK, X_PIECES = COLUMNS * STEP / 8;
-  constexpr int STAGE = W_PIECES + X_PIECES, OWN = MT / WK;
-  static_assert(MT % WK == 0 && W_PIECES % THREADS == 0 && X_PIECES % THREADS == 0, "whole shares");
+  constexpr int WARPS = WR * WC * WK, THREADS = 32 * WARPS, PLANES = F::PLANES;
+  constexpr int ROWS = 16 * MT * WR, COLUMNS = 8 * NT * WC, PITCH = COLUMNS + 1, OWN = MT / WK;
+  constexpr int STEP = F::BLOCK * WK, UNITS = F::BLOCK / 32;
+  // Of a row and step in each array, of a row of X; and the rows that all threads copy at once.
+  constexpr int W_ROW = F::PIECES * WK, X_ROW = STEP / 8, X_BLOCK = F::BLOCK / 8;
+  constexpr int W_RUN = THREADS / W_ROW, X_RUN = THREADS / X_ROW;
+  constexpr int W_PIECES = F::ARRAYS * ROWS * W_ROW, STAGE = W_PIECES + COLUMNS * X_ROW;
+  static_assert(MT % WK == 0 && W_RUN % 2 == 0 && X_RUN % 2 == 0, "whole shares, turned alike");
+  static_assert(ROWS % W_RUN == 0 && COLUMNS % X_RUN == 0, "whole runs");
   __shared__ float rstd[COLUMNS], row_scale[ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % WR, wc = warp / WR % WC, wk = warp / (WR * WC);
@@ -104,41 +107,72 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
   const int steps = (K + STEP - 1) / STEP, split = blockIdx.z;
   const int begin = steps * split / splits, end = steps * (split + 1) / splits;
 
-  auto fetch_w = [&](uint4* stage, int step) {
+  // What this thread copies: a piece of every W_RUN-th row of W, of every X_RUN-th of X. Rows beyond
+  // N are never copied, and rows of X beyond M stay zero.
+  const int w_row = threadIdx.x / W_ROW, w_piece = threadIdx.x % W_ROW;
+  const int x_row = threadIdx.x / X_ROW, x_piece = threadIdx.x % X_ROW;
+  const int w_rows = N - n0 - w_row, x_rows = M - m0 - x_row;
+  const i64 w_bytes = weights.row_bytes();
+  const i64 w_from = (n0 + w_row) * w_bytes + begin * (16 * W_ROW) + 16 * w_piece;
+  const int w_to = (w_piece / F::PIECES * F::ARRAYS * ROWS + w_row) * F::PIECES +
+                   (w_piece % F::PIECES ^ F::turn(w_row));
+  const __half* x_from = x + static_cast<i64>(m0 + x_row) * K + begin * STEP + 8 * x_piece;
+  const int x_to = W_PIECES + (x_piece / X_BLOCK * COLUMNS + x_row) * X_BLOCK +
+                   (x_piece % X_BLOCK ^ F::x_turn(x_row));
+  const u8* next_w[F::ARRAYS];
 #pragma unroll
-    for (int i = 0; i < W_PIECES / THREADS; ++i) {
-      const Place at = F::template place<ROWS, WK>(threadIdx.x + i * THREADS);
-      const int row = n0 + at.row, k = step * STEP + at.block * F::BLOCK;
-      const u8* from = weights.source(row, k, at.plane, at.lane);
-      const bool valid = row < N && weights.within(k, at.plane, at.lane);
-      cp_async16_zfill(stage + ((at.block * PLANES + at.plane) * ROWS + (at.row ^ at.plane)) * 4 +
-                           at.lane,
-                       valid ? from : reinterpret_cast<const u8*>(x), valid ? 16 : 0);
+  for (int i = 0; i < F::ARRAYS; ++i) next_w[i] = weights.array(i) + w_from;
+  int left_w = static_cast<int>(w_bytes) - begin * (16 * W_ROW) - 16 * w_piece;  // bytes to a row's end
+  int left_x = K - begin * STEP - 8 * x_piece;
+  auto fetch_w = [&](uint4* stage) {
+    const int bytes = left_w > 0 ? 16 : 0;
+#pragma unroll
+    for (int i = 0; i < F::ARRAYS; ++i) {
+      const u8* from = left_w > 0 ? next_w[i] : weights.array(i);
+      const i64 run = left_w > 0 ? W_RUN * w_bytes : 0;
+#pragma unroll
+      for (int r = 0; r < ROWS; r += W_RUN) {
+        if (r < w_rows)
+          cp_async16_zfill(stage + (i * ROWS + r) * F::PIECES + w_to, from, bytes);
+        from += run;
+      }
+      next_w[i] += 16 * W_ROW;
     }
+    left_w -= 16 * W_ROW;
   };
-  auto fetch_x = [&](uint4* stage, int step) {
+  auto fetch_x = [&](uint4* stage) {
+    const int bytes = left_x > 0 ? 16 : 0;
+    const __half* from = left_x > 0 ? x_from : x;
+    const i64 run = left_x > 0 ? static_cast<i64>(X_RUN) * K : 0;
 #pragma unroll
-    for (int i = 0; i < X_PIECES / THREADS; ++i) {
-      const int e = threadIdx.x + i * THREADS, column = e / (STEP / 8), piece = e % (STEP / 8);
-      const int unit = piece / (F::BLOCK / 8) * UNITS + F::unit(piece % (F::BLOCK / 8));
-      const int slot = column % 8 * 4 + F::lane(piece % (F::BLOCK / 8)) ^ unit % 2 * 4;
-      const int m = m0 + column, k = step * STEP + 8 * piece;
-      const bool valid = m < M && k < K;
-      cp_async16_zfill(stage + W_PIECES + (unit * TILES + column / 8) * 32 + slot,
-                       valid ? x + static_cast<i64>(m) * K + k : x, valid ? 16 : 0);
+    for (int r = 0; r < COLUMNS; r += X_RUN) {
+      if (r < x_rows) cp_async16_zfill(stage + r * X_BLOCK + x_to, from, bytes);
+      from += run;
     }
+    x_from += STEP;
+    left_x -= STEP;
   };
 
   launch_dependents();
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage)
-    if (begin + stage < end) fetch_w(shared + stage * STAGE, begin + stage);
+    if (begin + stage < end) fetch_w(shared + stage * STAGE);
+  if (M - m0 < COLUMNS)
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage)
+#pragma unroll
+      for (int r = 0; r < COLUMNS; r += X_RUN)
+        if (r >= x_rows) shared[stage * STAGE + r * X_BLOCK + x_to] = zero16();
   for (int row = threadIdx.x; row < ROWS; row += THREADS)
     row_scale[row] = n0 + row < N ? weights.row_scale(n0 + row) : 1.f;
+  const int row0 = n0 + 16 * MT * wr + g;
+  typename F::Factors factors[MT];
+#pragma unroll
+  for (int i = 0; i < MT; ++i) weights.load(factors[i], row0 + 16 * i, N);
   wait_for_inputs();
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (begin + stage < end) fetch_x(shared + stage * STAGE, begin + stage);
+    if (begin + stage < end) fetch_x(shared + stage * STAGE);
     cp_async_commit();
   }
   row_scales<COLUMNS, WARPS>(f, rstd, m0, M, 1.f / K);
@@ -146,29 +180,29 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
   float acc[MT][NT][4];
   clear(acc);
   typename F::Scales scales[MT];
-  const int row0 = n0 + 16 * MT * wr + g;
   auto load_scales = [&](int step) {
 #pragma unroll
     for (int i = 0; i < MT; ++i)
       weights.load(scales[i], row0 + 16 * i, step * STEP + wk * F::BLOCK);
   };
   load_scales(begin);
+  // Where this lane reads in a stage: its rows of W, and of X the piece of each 32 k.
+  int w_at[PLANES], x_at[UNITS];
+#pragma unroll
+  for (int plane = 0; plane < PLANES; ++plane)
+    w_at[plane] = F::template place<ROWS>(16 * MT * wr + g, t, plane) +
+                  wk * F::ARRAYS * ROWS * F::PIECES;
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit)
+    x_at[unit] = W_PIECES + (wk * COLUMNS + 8 * NT * wc + g) * X_BLOCK +
+                 (F::piece(unit, t) ^ F::x_turn(g));
   u32 slot = 0;
   for (int step = begin; step < end; ++step) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step is there, and the step before is done with its stage
     const uint4* const stage = shared + slot;
-    {
-      const u32 before = slot ? slot - STAGE : (STAGES - 1) * STAGE;
-      if (step + STAGES - 1 < end) {
-        fetch_w(shared + before, step + STAGES - 1);
-        fetch_x(shared + before, step + STAGES - 1);
-      }
-      cp_async_commit();
-      slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
-    }
-    const uint4* const w = stage + (wk * PLANES * ROWS + 16 * MT * wr) * 4 + t;
-    const uint4* const values = stage + W_PIECES + (wk * UNITS * TILES + NT * wc) * 32;
+    const u32 before = slot ? slot - STAGE : (STAGES - 1) * STAGE;
+    slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
     uint4 planes[MT][2][PLANES];
     typename F::Scales now[MT];
 #pragma unroll
@@ -178,8 +212,13 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane)
-          planes[i][half][plane] = w[(plane * ROWS + 16 * i + 8 * half + (g ^ plane)) * 4];
+          planes[i][half][plane] = stage[w_at[plane] + (16 * i + 8 * half) * F::PIECES];
     }
+    if (step + STAGES - 1 < end) {
+      fetch_w(shared + before);
+      fetch_x(shared + before);
+    }
+    cp_async_commit();
     if (F::GROUP && step + 1 < end) load_scales(step + 1);
     constexpr int GROUP = F::GROUP ? F::GROUP : UNITS;
 #pragma unroll
@@ -189,22 +228,26 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
       auto& into = F::GROUP ? group : acc;
 #pragma unroll
       for (int unit = first; unit < first + GROUP; ++unit) {
+        uint4 b[NT];
+#pragma unroll
+        for (int j = 0; j < NT; ++j) b[j] = stage[x_at[unit] + 8 * j * X_BLOCK];
         u32 a[MT][2][4];
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            F::fragments(planes[i][half], now[i], unit, half, a[i]);
+            F::fragments(planes[i][half], now[i], factors[i], unit, half, a[i]);
+        // Products into the same sums are far apart: each takes the latency of many.
 #pragma unroll
-        for (int j = 0; j < NT; ++j) {
-          const uint4 b = values[(unit * TILES + j) * 32 + (lane ^ unit % 2 * 4)];
-#pragma unroll
-          for (int i = 0; i < MT; ++i)
-            mma16816(into[i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], b.x, b.y);
+        for (int j = 0; j < NT; ++j)
 #pragma unroll
           for (int i = 0; i < MT; ++i)
-            mma16816(into[i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], b.z, b.w);
-        }
+            mma16816(into[i][j], a[i][0][0], a[i][0][1], a[i][0][2], a[i][0][3], b[j].x, b[j].y);
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+#pragma unroll
+          for (int i = 0; i < MT; ++i)
+            mma16816(into[i][j], a[i][1][0], a[i][1][1], a[i][1][2], a[i][1][3], b[j].z, b[j].w);
       }
       if (F::GROUP)
 #pragma unroll

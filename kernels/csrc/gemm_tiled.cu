@@ -7,45 +7,57 @@
 struct Unscaled {
   static constexpr int BLOCK = 64, GROUP = 0;
   struct Scales {};
-  __device__ __forceinline__ static int unit(int piece) { return piece % 2; }
-  __device__ __forceinline__ static int lane(int piece) { return piece / 2; }
+  __device__ __forceinline__ static int piece(int unit, int t) { return 2 * t + unit; }
+  __device__ __forceinline__ static int x_turn(int row) { return row % 2; }
   __device__ __forceinline__ static void load(Scales&, i32, i32) {}
   __device__ __forceinline__ static float scale(const Scales&, int, int) { return 1.f; }
 };
 
 // Rows whose sums are all that there is to them.
 struct WholeRows {
+  struct Factors {};
+  __device__ __forceinline__ static void load(Factors&, i32, i32) {}
   __device__ __forceinline__ static float row_scale(i32) { return 1.f; }
   __device__ __forceinline__ static bool extras(i32, i32) { return false; }
   __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
 };
 
 struct F16 : Unscaled, WholeRows {
-  static constexpr int PLANES = 2;
+  static constexpr int ARRAYS = 1, PIECES = 8, PLANES = 2;
   static constexpr float UNIT = 1.f;
+  using Unscaled::load;
+  struct Factors {
+    u32 zero;
+  };
   const __half* weight;
   i32 K;
 
   __device__ __forceinline__ F16(const __half* weight, i32 K) : weight(weight), K(K) {}
 
-  template <int ROWS, int WK>
-  __device__ __forceinline__ static Place place(int e) {
-    return {e / (8 * WK), e / 8 % WK, e % 2, e / 2 % 4};
+  // A zero that the compiler does not know: what is made with it is put where a product wants it
+  // once, not moved there for each product.
+  __device__ __forceinline__ void load(Factors& found, i32, i32) const { found.zero = K % 2; }
+
+  __device__ __forceinline__ const u8* array(int) const {
+    return reinterpret_cast<const u8*>(weight);
   }
 
-  __device__ __forceinline__ const u8* source(i32 row, i32 k, int plane, int t) const {
-    return reinterpret_cast<const u8*>(weight + static_cast<i64>(row) * K + k + 16 * t + 8 * plane);
-  }
+  __device__ __forceinline__ i64 row_bytes() const { return 2 * K; }
 
-  __device__ __forceinline__ bool within(i32 k, int plane, int t) const {
-    return k + 16 * t + 8 * plane < K;
+  __device__ __forceinline__ static int turn(int row) { return row % 2; }
+
+  template <int ROWS>
+  __device__ __forceinline__ static int place(int row, int t, int plane) {
+    return row * PIECES + (2 * t + plane ^ turn(row));
   }
 
   __device__ __forceinline__ static void fragments(const uint4 (&planes)[PLANES], const Scales&,
-                                                   int unit, int half, u32 (&a)[2][4]) {
+                                                   const Factors& factors, int unit, int half,
+                                                   u32 (&a)[2][4]) {
     const uint4 eight = planes[unit];
-    a[0][half] = eight.x, a[0][2 + half] = eight.y;
-    a[1][half] = eight.z, a[1][2 + half] = eight.w;
+    const u32 zero = factors.zero;
+    a[0][half] = eight.x | zero, a[0][2 + half] = eight.y | zero;
+    a[1][half] = eight.z | zero, a[1][2 + half] = eight.w | zero;
   }
 };
 
@@ -54,42 +66,63 @@ enum NestedMode {
   NESTED_F8 = 1,   // the upper plane: the weight rounded to FP8, products and sums as in FP16
 };
 
+// FP16 mode undoes a row's shift in the halves, as far as they go: see gemm_nested.cu.
 template <int MODE>
 struct Nested : Unscaled, NestedRows {
-  static constexpr int PLANES = MODE == NESTED_F16 ? 2 : 1;
+  static constexpr int ARRAYS = MODE == NESTED_F16 ? 2 : 1, PIECES = 4, PLANES = ARRAYS;
   static constexpr float UNIT = MODE == NESTED_F16 ? 1.f : UPPER_UNIT;
+  struct Factors {
+    u32 factors[2];
+  };
+  using Unscaled::load;
   const u8 *upper, *lower;
   i32 K;
 
   __device__ __forceinline__ Nested(const NestedRows& rows, const u8* upper, const u8* lower, i32 K)
       : NestedRows(rows), upper(upper), lower(lower), K(K) {}
 
-  template <int ROWS, int WK>
-  __device__ __forceinline__ static Place place(int e) {
-    return {e / (4 * WK) % ROWS, e / 4 % WK, e / (4 * WK * ROWS), e % 4};
+  __device__ __forceinline__ const u8* array(int i) const { return i ? lower : upper; }
+
+  __device__ __forceinline__ i64 row_bytes() const { return K; }
+
+  __device__ __forceinline__ static int turn(int) { return 0; }
+
+  template <int ROWS>
+  __device__ __forceinline__ static int place(int row, int t, int plane) {
+    return (plane * ROWS + row) * PIECES + t;
   }
 
-  __device__ __forceinline__ const u8* source(i32 row, i32 k, int plane, int t) const {
-    return (plane ? lower : upper) + static_cast<i64>(row) * K + k + 16 * t;
+  __device__ __forceinline__ void load(Factors& found, i32 row, i32 N) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      found.factors[half] =
+          half_factor(MODE == NESTED_F16 && shift && row + 8 * half < N ? shift[row + 8 * half] : 0);
   }
-
-  __device__ __forceinline__ bool within(i32 k, int, int t) const { return k + 16 * t < K; }
 
   __device__ __forceinline__ static void fragments(const uint4 (&planes)[PLANES], const Scales&,
-                                                   int unit, int half, u32 (&a)[2][4]) {
+                                                   const Factors& factors, int unit, int half,
+                                                   u32 (&a)[2][4]) {
     const uint4 up = planes[0];
     const u32 upper[2] = {unit ? up.z : up.x, unit ? up.w : up.y};
     const uint4 low = planes[PLANES - 1];
     const u32 lower[2] = {unit ? low.z : low.x, unit ? low.w : low.y};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (MODE == NESTED_F16)
-        decode_nested(upper[i], lower[i], a[i][half], a[i][2 + half]);
-      else
+      if (MODE == NESTED_F16) {
+        u32 pairs[2];
+        decode_nested(upper[i], lower[i], pairs[0], pairs[1]);
+        const __half2 factor = u2h(factors.factors[half]);
+        a[i][half] = h2u(__hmul2(u2h(pairs[0]), factor));
+        a[i][2 + half] = h2u(__hmul2(u2h(pairs[1]), factor));
+      } else {
         decode_upper_scaled(upper[i], a[i][half], a[i][2 + half]);
+      }
   }
 
-  __device__ __forceinline__ float row_scale(i32 n) const { return row(n).scale; }
+  __device__ __forceinline__ float row_scale(i32 n) const {
+    if (!shift) return 1.f;
+    return power_of_two(MODE == NESTED_F16 ? max(shift[n] - HALF_SHIFT_MAX, 0) : shift[n]);
+  }
 
   __device__ __forceinline__ bool extras(i32 n, i32 end) const {
     return outlier_starts && outlier_starts[n] < outlier_starts[end];
@@ -104,12 +137,14 @@ struct Nested : Unscaled, NestedRows {
 // 1 for groups of 32 and 64.
 template <int GROUP_>
 struct W4 : WholeRows {
-  static constexpr int BLOCK = 128, PLANES = 1, GROUP = GROUP_, GROUPS = 4 / GROUP_;
+  static constexpr int BLOCK = 128, ARRAYS = 1, PIECES = 4, PLANES = 1;
+  static constexpr int GROUP = GROUP_, GROUPS = 4 / GROUP_;
   static constexpr float UNIT = 1.f;
   struct Scales {
     u16 scale[2][GROUPS];
     u32 zero[2][GROUPS];
   };
+  using WholeRows::load;
   const u32* codes;
   const u16* scales;
   const u8* zeros;
@@ -119,20 +154,20 @@ struct W4 : WholeRows {
                                 i32 group_shift, i32 N, i32 K)
       : codes(codes), scales(scales), zeros(zeros), group_shift(group_shift), N(N), K(K) {}
 
-  __device__ __forceinline__ static int unit(int piece) { return piece / 4; }
-  __device__ __forceinline__ static int lane(int piece) { return piece % 4; }
+  __device__ __forceinline__ static int piece(int unit, int t) { return 4 * unit + t; }
+  __device__ __forceinline__ static int x_turn(int row) { return row % 2 * 4; }
+  __device__ __forceinline__ static int turn(int) { return 0; }
 
-  template <int ROWS, int WK>
-  __device__ __forceinline__ static Place place(int e) {
-    return {e / (4 * WK), e / 4 % WK, 0, e % 4};
+  __device__ __forceinline__ const u8* array(int) const {
+    return reinterpret_cast<const u8*>(codes);
   }
 
-  __device__ __forceinline__ const u8* source(i32 row, i32 k, int, int t) const {
-    return reinterpret_cast<const u8*>(codes + static_cast<i64>(row) * ((K + 127) / 128 * 16) +
-                                       k / 8 + 4 * t);
-  }
+  __device__ __forceinline__ i64 row_bytes() const { return (K + 127) / 128 * 64; }
 
-  __device__ __forceinline__ bool within(i32 k, int, int) const { return k < K; }
+  template <int ROWS>
+  __device__ __forceinline__ static int place(int row, int t, int) {
+    return row * PIECES + t;
+  }
 
   __device__ __forceinline__ void load(Scales& found, i32 row, i32 k) const {
 #pragma unroll
@@ -148,7 +183,8 @@ struct W4 : WholeRows {
   }
 
   __device__ __forceinline__ static void fragments(const uint4 (&planes)[1], const Scales& scales,
-                                                   int unit, int half, u32 (&a)[2][4]) {
+                                                   const Factors&, int unit, int half,
+                                                   u32 (&a)[2][4]) {
     const uint4 row = planes[0];
     const u32 word = unit == 0 ? row.x : unit == 1 ? row.y : unit == 2 ? row.z : row.w;
     u32 pairs[4];
