@@ -66,6 +66,16 @@ def shown(frame: top.Frame, *, height: int = 40) -> str:
     return console.export_text()
 
 
+def test_a_workers_mode_stands_behind_its_state() -> None:
+    told = document(request("aaaaaaaa", "decode", 21, worker="worker-0"))
+    worker = told["workers"]["worker-0"]
+    told["workers"]["worker-1"] = worker | {"precision": {"level": 1, "levels": 2}}
+    lines = shown(Watcher().take(told, 1.0, "12:00:00")).splitlines()
+    states = {line.split()[0]: line.rstrip() for line in lines if line.startswith("worker-")}
+    assert states["worker-0"].endswith("serving")
+    assert states["worker-1"].endswith("serving, fp8")
+
+
 def test_rates_are_tokens_between_two_documents() -> None:
     watcher = Watcher()
     first = watcher.take(document(request("aaaaaaaa", "decode", 30)), 100.0, "12:00:00")
