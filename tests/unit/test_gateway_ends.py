@@ -43,6 +43,7 @@ from deepinfer.kvstore.core.messages import (
     Notice,
     NoticeKind,
     Reject,
+    RejectReason,
     ReportReply,
     Tokens,
 )
@@ -151,6 +152,23 @@ def test_a_reject_fails_the_request_with_both_numbers_and_keeps_saying_so() -> N
     bench.tell(Resume(S2, record(), "key", 1, ((),)))
     bench.read(S2)
     assert bench.take(EndStream) == [EndStream(S2, Code.RESOURCE_EXHAUSTED, message)]
+
+
+@pytest.mark.parametrize(
+    ("why", "names"),
+    [
+        (RejectReason.PLANES_AWAY, "did not return to any card in time (shed_exact_wait_ms)"),
+        (RejectReason.NO_PLANES, "no card has the weights' lower planes"),
+    ],
+)
+def test_an_exact_request_without_planes_fails_and_says_why(why: RejectReason, names: str) -> None:
+    bench = running()
+    bench.answer(reject=(Reject(SEQ, 0, 0, why),))
+    (finished,) = bench.read()
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.code) == (FinishReason.ERROR, "RESOURCE_EXHAUSTED")
+    assert "the request is exact" in finished.message
+    assert names in finished.message
 
 
 def test_a_disowned_request_is_forgotten_without_cancelling_it() -> None:
