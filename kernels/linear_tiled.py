@@ -19,8 +19,8 @@ _BLOCK: Final[dict[Kind, int]] = {"f16": 64, "w4": 128, "nested": 64, "nested fp
 _BLOCK_BYTES: Final[dict[Kind, int]] = {"f16": 128, "w4": 64, "nested": 128, "nested fp8": 64}
 """What those are in memory."""
 
-_SHARED_BYTES: Final = 96 * 1024
-"""Of a CTA, at most: an SM86 has 99 KB for one, an H200's SM holds two of this."""
+_SHARED_BYTES: Final = {2: 96 * 1024, 3: 72 * 1024}
+"""Of a CTA, at most, by how many of them an H200's SM shall hold; an SM86 holds one of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class TiledPlan:
 
     A warp takes 16 ``row_tiles`` rows of W and 8 ``column_tiles`` rows of X; a CTA has
     ``row_warps`` times ``column_warps`` of those, which divide every step of K among
-    ``step_warps``. ``splits`` CTAs share K (more than one needs a ``Workspace``).
+    ``step_warps``. ``splits`` CTAs share K (more than one needs a ``Workspace``). ``resident``: for
+    how many CTAs an SM of a large card has registers and shared memory.
     """
 
     column_tiles: int
@@ -38,6 +39,7 @@ class TiledPlan:
     column_warps: int = 1
     step_warps: int = 1
     splits: int = 1
+    resident: int = 2
 
     @property
     def rows(self) -> int:
@@ -86,13 +88,13 @@ def tiled_plan(
 def tiled_spec(kind: Kind, plan: TiledPlan, *, group: int = 128) -> KernelSpec:
     """The kernel of a plan; ``group``: columns that share a scale of 4-bit weights."""
     stage = plan.step_warps * (plan.rows * _BLOCK_BYTES[kind] + plan.columns * 2 * _BLOCK[kind])
-    stages = min(8, _SHARED_BYTES // stage)
+    stages = min(8, _SHARED_BYTES[plan.resident] // stage)
     sums = -(-plan.rows * (plan.columns + 1) * 4 // 16) * 16
     # Chunks of 32 that share a scale; a group of 64 reads its scale twice.
     leading = {"f16": "", "w4": f"{4 if group >= 128 else 1}, ", "nested": "0, "}.get(kind, "1, ")
     cut = (
         f"{leading}{plan.column_tiles}, {plan.row_tiles}, {plan.row_warps}, {plan.column_warps}, "
-        f"{plan.step_warps}, {stages}"
+        f"{plan.step_warps}, {stages}, {plan.resident}"
     )
     name = f"linear_{kind.split()[0]}_tiled<{cut}>"
     return KernelSpec("gemm_tiled.cu", name, plan.threads, max(stages * stage, sums), True)

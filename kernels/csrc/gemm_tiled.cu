@@ -198,8 +198,12 @@ struct W4 : WholeRows {
   }
 };
 
-template <int NT, int MT, int WR, int WC, int WK, int STAGES>
-__global__ void __launch_bounds__(32 * WR * WC * WK, 1)
+// Only a large card holds so many, and more than two CTAs of few warps: two of eight would leave a
+// thread too few registers.
+constexpr int tiled_residents(int warps, int residents) { return warps > 4 ? 1 : residents; }
+
+template <int NT, int MT, int WR, int WC, int WK, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(32 * WR * WC * WK, tiled_residents(WR * WC * WK, RESIDENT))
 linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
                  i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
                  const float* __restrict__ sumsq, i32 partials, float eps,
@@ -211,8 +215,8 @@ linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x
   tiled_gemm<F16, NT, MT, WR, WC, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
 }
 
-template <int MODE, int NT, int MT, int WR, int WC, int WK, int STAGES>
-__global__ void __launch_bounds__(32 * WR * WC * WK, 1)
+template <int MODE, int NT, int MT, int WR, int WC, int WK, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(32 * WR * WC * WK, tiled_residents(WR * WC * WK, RESIDENT))
 linear_nested_tiled(const u8* __restrict__ upper, const u8* __restrict__ lower,
                     const signed char* __restrict__ shift, const i32* __restrict__ outlier_starts,
                     const i32* __restrict__ outlier_columns,
@@ -229,8 +233,8 @@ linear_nested_tiled(const u8* __restrict__ upper, const u8* __restrict__ lower,
                                                    shared);
 }
 
-template <int GROUP, int NT, int MT, int WR, int WC, int WK, int STAGES>
-__global__ void __launch_bounds__(32 * WR * WC * WK, 1)
+template <int GROUP, int NT, int MT, int WR, int WC, int WK, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(32 * WR * WC * WK, tiled_residents(WR * WC * WK, RESIDENT))
 linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
                 const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M,
                 i32 N, i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
