@@ -9,6 +9,7 @@ import pytest
 from deepinfer.kvstore.core.ids import Run, StoreId
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
+from deepinfer.kvstore.core.precision import Precision
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
@@ -126,7 +127,7 @@ def test_an_unknown_store_is_unreachable() -> None:
         ({"dtype": "fp8"}, "dtype"),
         ({"encoding": "offset-binary"}, "encoding"),
         ({"layout": "kv1:other"}, "layout"),
-        ({"precision": "fp8"}, "precision"),
+        ({"precision": "fp4"}, "precision"),
         ({"run": Run(1, 8)}, "run"),
         ({"token_ids": tuple(range(8))}, "blocks"),
     ],
@@ -139,6 +140,24 @@ def test_each_mismatch_is_named(change: dict[str, object], named: str) -> None:
     refusal = IDENTITY.refusal(pool, other, FETCH)
     assert refusal is not None
     assert refusal.startswith(f"manifest.{named} = ")
+
+
+def test_the_worst_precision_travels_with_the_payload() -> None:
+    async def main(store: Store) -> None:
+        bench = Bench(store)
+        await bench.reserve()
+        bench.swapper.put(PUT._replace(precision=Precision.MIXED))
+        put = await bench.answer()
+        assert isinstance(put, PutDone)
+        assert put.ok
+        bench.swapper.commit(Commit(TICKET, STORE))
+        await bench.answer()
+        done = await bench.fetch()
+        assert done.status is StoreStatus.OK
+        assert done.precision is Precision.MIXED
+        await bench.swapper.close()
+
+    run(main)
 
 
 def test_a_payload_that_needs_more_room_is_refused() -> None:

@@ -69,7 +69,8 @@ def test_every_fault_is_drawn_and_can_be_done() -> None:
 
 def test_swaps_and_losses_are_frequent() -> None:
     """A simulation in which nothing happens would pass as well."""
-    swaps = recomputed = takeovers = refused = 0
+    swaps = recomputed = takeovers = refused = switches = 0
+    tokens = [0, 0, 0]
     for seed in range(80):
         world = simulate.run_seed(seed)
         for worker in world.workers.values():
@@ -77,10 +78,14 @@ def test_swaps_and_losses_are_frequent() -> None:
             swaps += numbers["requests_resumed_total"]
             recomputed += numbers["recomputed"]
             refused += numbers["orders_refused"]
+            switches += numbers.get("precision_switches", 0)
+            tokens = [a + b for a, b in zip(tokens, worker.core.counters.tokens_in, strict=True)]
         takeovers += sum(g.core.counters["takeovers_total"] for g in world.gateways.values())
     assert swaps >= 40
     assert takeovers >= 20
     assert refused + recomputed >= 5
+    assert switches >= 40
+    assert min(tokens) >= 20, "tokens of FP16, mixed and FP8 steps"
 
 
 def test_a_failing_seed_prints_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
