@@ -11,8 +11,10 @@ import torch
 from deepinfer.deploy.validate import linear_cases, nested_cases
 from deepinfer.deploy.validate.accuracy import Accuracy
 from deepinfer.kernels import linear
+from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear import F16Weight, NestedWeight, TiledPlan, W4Weight
 from deepinfer.kernels.linear_plans import f16_spec, nested_spec, w4_spec
+from deepinfer.kernels.linear_tiled import tiled_spec
 from kernels.simt.build import COMPILER, emulator
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -22,6 +24,18 @@ SHARED_K = TiledPlan(2, 2, 1, step_warps=2, splits=2)
 SPREAD = TiledPlan(1, 1, 2, column_warps=2, splits=3)
 
 
+def specs() -> Iterator[KernelSpec]:
+    """What the tests launch: compiled together that takes half the time."""
+    for plan in (SHARED_K, SPREAD):
+        for kind in ("f16", "nested", "nested fp8"):
+            yield tiled_spec(kind, plan)
+        yield tiled_spec("w4", plan, group=64)
+    yield tiled_spec("w4", SPREAD, group=128)
+    weight = F16Weight(torch.empty(40, 288, dtype=torch.float16))
+    for m in (32, 40, 65):
+        yield f16_spec(linear.plan_for(weight, m, 1))
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=pytest.mark.gpu)],
@@ -29,7 +43,7 @@ SPREAD = TiledPlan(1, 1, 2, column_warps=2, splits=3)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where the kernels run: in the emulator, or on a card."""
     device: str = request.param
-    with emulator() if device == "cpu" else nullcontext():
+    with emulator(specs()) if device == "cpu" else nullcontext():
         yield device
 
 
