@@ -15,7 +15,7 @@ from torch import Tensor
 from deepinfer.deploy.bench.random_weights import random_model
 from deepinfer.kernels.attention import DecodeWorkspace
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
-from deepinfer.workers.gpu import decoder, runner
+from deepinfer.workers.gpu import decoder, steps
 from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.copying import CardCopies
 from deepinfer.workers.gpu.graphs import StepGraph
@@ -67,7 +67,7 @@ def emulated_gpu() -> Iterator[None]:
 
     with emulator(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "multiply_into_float32", multiply)
-        patch.setattr(runner, "recording", lambda: nullcontext(ReplayRecorder()))
+        patch.setattr(steps, "recording", lambda: nullcontext(ReplayRecorder()))
         yield
 
 

@@ -2,68 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.attention import partition_for
 from deepinfer.kernels.pointwise import copy_blocks
-from deepinfer.kernels.prefill import PrefillSpan, plan_for
 from deepinfer.kvstore.core.precision import StepCost
 from deepinfer.workers.gpu.ahead import Claim, Lookout
-from deepinfer.workers.gpu.decoder import GpuDecoder, PieceModes, WideStep
+from deepinfer.workers.gpu.decoder import GpuDecoder
 from deepinfer.workers.gpu.graphs import (
     Bucket,
-    DecodeGraphs,
-    PieceGraphs,
-    buckets,
     context_bucket,
-    mixed_bucket,
-    mixed_buckets,
-    recording,
     row_bucket,
-    wide_bucket,
-    wide_buckets,
 )
-from deepinfer.workers.gpu.inputs import InputShape, InputViews, StepInputs, on_card
+from deepinfer.workers.gpu.inputs import InputViews, on_card
 from deepinfer.workers.gpu.limits import StepLimits, check_slices
 from deepinfer.workers.gpu.sampler import GpuSampler
+from deepinfer.workers.gpu.steps import GpuSteps
 from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit, check_level
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.sampler import SampleRow
 
 WARM_UP_TOKENS: Final = 32
 """More than the kernels for few rows take."""
-
-
-@dataclass(slots=True)
-class StepCounters:
-    """What steps cost the host, since start."""
-
-    steps: int = 0
-    replays: int = 0
-    """Steps that were one graph."""
-    launches: int = 0
-    """Kernels of those."""
-    prepare_ns: int = 0
-    """Time that ``forward`` took: until all was launched that was not launched ahead."""
-    ahead_rows: int = 0
-    """Rows that were computed before they were planned."""
-    ahead_used: int = 0
-    """Those of them that a plan asked for."""
-
-
-class WideSize(NamedTuple):
-    """What the pieces of a wide step are captured for."""
-
-    rows: int
-    level: int
 
 
 class GpuRunner:
@@ -94,57 +59,29 @@ class GpuRunner:
         self.decoder = decoder
         self.pool = pool
         self.backend = sampler
-        self.counters = StepCounters()
+        self._steps = GpuSteps(
+            decoder,
+            pool,
+            sampler,
+            limits,
+            fused_rows=fused_rows,
+            multiprocessors=multiprocessors,
+        )
+        self.counters = self._steps.counters
         self.levels = decoder.levels.count
         self.costs: tuple[StepCost, ...] = ()
         self.limits = limits
         self.spares = tuple(spares)
-        self._fused_rows = fused_rows
-        self._multiprocessors = multiprocessors
-        self._inputs = StepInputs(
-            limits.rows,
-            limits.sequences,
-            self._columns(context_bucket(limits.context, limits.context)),
-            pool.num_blocks,
-            pool.device,
-        )
         self.level_min = level_min
         """No step may be computed below it: the lower planes are not there."""
-        self._graphs: DecodeGraphs | None = None
-        self._pieces: PieceGraphs[WideSize] | None = None
-        self._mixed: PieceGraphs[Bucket] | None = None
         self._lookout = Lookout(self.spares, pool.layout.block_size, limits.context)
         if spares:
             sampler.follower = self
 
     @torch.inference_mode()
     def capture(self, captured: Callable[[str], None] | None = None) -> int:
-        """Capture graphs for every bucket that steps may need, at all levels; returns how many.
-
-        ``captured`` is told when those of ``decode`` steps, and of steps with ``prompts``, are
-        there.
-        """
-        told = captured or (lambda _kind: None)
-        levels = range(self.level_min, self.levels)
-        with recording() as recorder:
-            decode = DecodeGraphs(recorder, self._decode)
-            layers = len(self.decoder.weights.layers)
-            pieces = PieceGraphs(recorder, layers + 1, self._piece, self._alike)
-            mixed = PieceGraphs(recorder, layers, self._mixed_decode)
-            for bucket in buckets(self.limits.sequences, self.limits.context):
-                self._inputs.write((), (), self._shape(bucket))
-                for level in levels:
-                    decode.capture(bucket, level)
-            told("decode")
-            for rows in wide_buckets(self.limits.rows):
-                self._inputs.write((), (), self._wide_shape(rows))
-                for level in levels:
-                    pieces.capture(WideSize(rows, level))
-            for bucket in mixed_buckets(self.limits.sequences, self.limits.context):
-                mixed.capture(bucket)
-            told("prompts")
-        self._graphs, self._pieces, self._mixed = decode, pieces, mixed
-        return len(decode) + len(pieces) + len(mixed)
+        """See ``GpuSteps.capture``: for all levels."""
+        return self._steps.capture(range(self.level_min, self.levels), captured)
 
     def warm_up(self) -> None:
         """Run a step with a prompt in it, over spare blocks: libraries load on first use.
@@ -205,17 +142,17 @@ class GpuRunner:
             return False
         longest = max(row.start for row in foreseen) + 1
         bucket = Bucket(rows_bucket, context_bucket(longest, self.limits.context))
-        inputs = self._inputs.write(
+        inputs = self._steps.inputs.write(
             [SequenceSlice((0,), row.start, row.block_table, True) for row in foreseen],
             range(len(foreseen)),
-            self._shape(bucket),
+            self._steps.shape(bucket),
             sources=[row.source for row in foreseen],
         )
         count = len(foreseen)
         tokens = inputs.token_ids[:count]
         torch.index_select(ids, 0, inputs.last_rows[:count], out=tokens)
         tokens.clamp_(min=0)  # a row without a token gets some, for the embedding's sake
-        self._run(bucket, level)
+        self._steps.run(bucket, level)
         self.counters.ahead_rows += count
         return True
 
@@ -281,22 +218,13 @@ class GpuRunner:
 
     def _compute(self, slices: Sequence[SequenceSlice], level: int) -> Tensor:
         """Launch a step of ``slices``; the logits that they want."""
-        bucket = self._bucket(slices)
+        bucket = self._steps.bucket(slices)
         if bucket is None:
-            inputs, _ = self._wide(slices, level)
+            inputs, _ = self._steps.wide(slices, level)
             return self._picked_logits(slices, inputs, level)
-        inputs = self._inputs.write(slices, range(len(slices)), self._shape(bucket))
-        self._run(bucket, level)
+        inputs = self._steps.inputs.write(slices, range(len(slices)), self._steps.shape(bucket))
+        self._steps.run(bucket, level)
         return self._step_logits(slices, inputs)
-
-    def _run(self, bucket: Bucket, level: int) -> None:
-        """Launch a decode step whose inputs were written."""
-        if self._graphs is None:
-            self._decode(bucket, level)
-            return
-        self._graphs.replay(bucket, level)
-        self.counters.replays += 1
-        self.counters.launches += self._graphs.kernels(bucket, level)
 
     @torch.inference_mode()
     def forward_and_score(
@@ -312,7 +240,7 @@ class GpuRunner:
         check_slices(slices, self.config, self.pool.layout, self.limits)
         self.backend.forget()
         self._lookout.forget()
-        inputs, firsts = self._wide(slices, level)
+        inputs, firsts = self._steps.wide(slices, level)
         step = min(LOGIT_ROWS, self.decoder.buffers.logits.shape[0])
         for index, wanted in enumerate(rows):
             for first in range(wanted.start, wanted.stop, step):
@@ -321,90 +249,6 @@ class GpuRunner:
                 normed = self.decoder.buffers.hidden[at + first : at + last]
                 visit(index, first, self.decoder.logits(normed, level))
         return self._picked_logits(slices, inputs, level)
-
-    def _decode(self, bucket: Bucket, level: int) -> None:
-        """Launch a decode step of a bucket: what a graph of it holds."""
-        inputs = self._inputs.views(self._shape(bucket))
-        partition = self._partition(bucket.rows, bucket.context)
-        rows, buffers = bucket.rows, self.decoder.buffers
-        if rows <= self._fused_rows:
-            self.decoder.fused(inputs, rows, partition, level)
-            self.decoder.fused_logits(rows, level)
-        else:
-            columns = self._columns(bucket.context)
-            self.decoder.wide(inputs, WideStep(rows, rows, partition, columns, None), level)
-            self.decoder.logits(buffers.hidden[:rows], level)
-        self.backend.choose_greedily(rows)
-
-    def _piece(self, index: int, size: WideSize) -> None:
-        """Launch a piece of a wide step: what a graph of it holds."""
-        inputs = self._inputs.views(self._wide_shape(size.rows))
-        self.decoder.piece(index, inputs, size.rows, self.decoder.modes(index, size.level))
-
-    def _alike(self, index: int, size: WideSize) -> tuple[int, PieceModes]:
-        """What a piece's launches depend on: most levels share most pieces."""
-        return size.rows, self.decoder.modes(index, size.level)
-
-    def _mixed_decode(self, index: int, bucket: Bucket) -> None:
-        """Launch attention of a wide step's single tokens: what a graph of it holds."""
-        # What belongs to sequences has the same place whatever the step's rows.
-        self.decoder.decode(
-            index,
-            self._inputs.views(self._wide_shape(self.limits.rows)),
-            bucket.rows,
-            self._columns(bucket.context),
-            self._partition(bucket.rows, bucket.context),
-        )
-
-    def _wide(self, slices: Sequence[SequenceSlice], level: int) -> tuple[InputViews, list[int]]:
-        """Launch a step with prompts in it; also returns each slice's first row."""
-        counts = [len(part.token_ids) for part in slices]
-        order = sorted(range(len(slices)), key=lambda index: counts[index] > 1)
-        firsts, row = [0] * len(slices), 0
-        for index in order:
-            firsts[index] = row
-            row += counts[index]
-        longest = max(part.start + count for part, count in zip(slices, counts, strict=True))
-        context = context_bucket(longest, self.limits.context)
-        columns = self._columns(context)
-        rows = None if self._pieces is None else wide_bucket(row, self.limits.rows)
-        if rows is None:
-            shape = InputShape(row, len(slices), columns)
-        else:
-            shape = self._wide_shape(rows)
-        inputs = self._inputs.write(slices, order, shape)
-        decodes = sum(count == 1 for count in counts)
-        spans = [
-            PrefillSpan(firsts[index], counts[index], slices[index].start, place)
-            for place, index in enumerate(order)
-            if counts[index] > 1
-        ]
-        group = self.config.heads // self.config.kv_heads
-        plan = None
-        if spans:
-            plan = plan_for(
-                spans,
-                group=group,
-                kv_heads=self.config.kv_heads,
-                head_dim=self.config.head_dim,
-                sm_count=self._multiprocessors,
-                device=self.pool.device,
-            )
-        partition = self._partition(row_bucket(max(1, decodes)) or decodes, context)
-        step = WideStep(shape.rows, decodes, partition, columns, plan)
-        if rows is None or self._pieces is None or self._mixed is None:
-            self.decoder.wide(inputs, step, level)
-        else:
-            bucket = mixed_bucket(decodes, longest, self.limits.sequences, self.limits.context)
-            fits = bucket.rows <= rows  # padding rows write zeros where others' results follow
-            self.decoder.wide(
-                inputs,
-                step,
-                level,
-                piece=functools.partial(self._pieces.replay, WideSize(rows, level)),
-                decode=functools.partial(self._mixed.replay, bucket) if fits else None,
-            )
-        return inputs, firsts
 
     def _picked_logits(
         self, slices: Sequence[SequenceSlice], inputs: InputViews, level: int
@@ -425,24 +269,3 @@ class GpuRunner:
         if count == len(slices):
             return self.backend.first(count)
         return self.decoder.buffers.logits.index_select(0, inputs.last_rows[:count])
-
-    def _bucket(self, slices: Sequence[SequenceSlice]) -> Bucket | None:
-        """The bucket of a step in which everyone has one token; None for others."""
-        rows = row_bucket(len(slices))
-        if rows is None or any(len(part.token_ids) > 1 for part in slices):
-            return None
-        longest = max(part.start for part in slices) + 1
-        return Bucket(rows, context_bucket(longest, self.limits.context))
-
-    def _shape(self, bucket: Bucket) -> InputShape:
-        return InputShape(bucket.rows, bucket.rows, self._columns(bucket.context))
-
-    def _wide_shape(self, rows: int) -> InputShape:
-        """Of a wide step whose pieces are captured: block tables have one place for all."""
-        return InputShape(rows, self.limits.sequences, self._columns(self.limits.context))
-
-    def _columns(self, context: int) -> int:
-        return -(-context // self.pool.layout.block_size)
-
-    def _partition(self, rows: int, context: int) -> int:
-        return partition_for(rows, self.config.kv_heads, context, self._multiprocessors)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepinfer.workers.model.levels import LEVELS_MAX
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedSettings:
     """What a worker with a nested model is told besides; another model has none of it.
 
     Raises:
-        ValueError: both shed and start_shed.
+        ValueError: fewer levels than two, or too many; both shed and start_shed.
     """
 
     levels: int = 2
@@ -23,6 +25,8 @@ class NestedSettings:
     """The lower planes never come to the card: FP8 is all that there is."""
 
     def __post_init__(self) -> None:
+        if not 2 <= self.levels <= LEVELS_MAX:
+            raise ValueError(f"precision_levels = {self.levels}: must be 2 to {LEVELS_MAX}")
         if self.shed and self.start_shed:
             raise ValueError("start_shed: lower planes that are not there cannot be shed as well")
 
