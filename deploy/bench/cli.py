@@ -300,6 +300,70 @@ def bench_precision(
         run_precision(model=model, plan=plan, seed=seed, text=text, output=output, console=out)
 
 
+@bench.command("trace")
+def bench_trace(
+    trace: Annotated[
+        Path, typer.Option(help="An Azure LLM inference CSV, or Mooncake's JSON lines.")
+    ],
+    where: Annotated[
+        str,
+        typer.Option(
+            help="simulate: the production cores, steps as long as --costs says; cpu: a cluster "
+            "here; card: one worker on this machine's card, random weights."
+        ),
+    ] = "simulate",
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests/s and worker, by commas; default: shares of what FP16 can serve."
+        ),
+    ] = None,
+    policies: Annotated[str, typer.Option(help="By commas.")] = "fp16,fp8,threshold,slo",
+    seeds: Annotated[int, typer.Option(help="Parts of the trace that are replayed.")] = 5,
+    seconds: Annotated[float, typer.Option(help="How long requests come.")] = 10.0,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a prompt and its answer: longer traces are scaled down. Default: "
+            "32768, on the CPU 512."
+        ),
+    ] = None,
+    alone: Annotated[
+        int, typer.Option(help="Requests served one at a time, for the targets.")
+    ] = 24,
+    workers: Annotated[int, typer.Option(help="Of the simulated cluster.")] = 1,
+    costs: Annotated[
+        Path | None,
+        typer.Option(help="JSON with the times of simulated steps; default: an H200's."),
+    ] = None,
+    text: PromptText = None,
+    model: Model = "demo",
+    shape: Annotated[str, typer.Option(help="On a card: qwen2.5-3b or smollm2.")] = "qwen2.5-3b",
+    output: Output = RESULTS,
+) -> None:
+    """Recorded arrivals against each precision policy: TTFT, TPOT and how many hold targets."""
+    with plain_errors():
+        from deepinfer.deploy.bench.trace import Plan, parse_rates, run_trace
+
+        plan = Plan(
+            trace=trace,
+            where=where,
+            rates=parse_rates(rates),
+            policies=tuple(policies.split(",")),
+            seeds=seeds,
+            seconds=seconds,
+            max_context=max_context,
+            alone=alone,
+            workers=workers,
+            costs=costs,
+            text=text,
+            model=model,
+            shape=shape,
+        )
+        ok = run_trace(plan, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
+
+
 @bench.command("kernel-resources")
 def bench_kernel_resources(
     output: Output = RESULTS,
