@@ -27,6 +27,18 @@ DEV void arrive(u64* barrier) {
 #endif
 }
 
+// This thread arrives when all the cp.async that it has begun are complete; it does not wait.
+DEV void arrive_copied(u64* barrier) {
+#ifdef SIMT_EMULATION
+  simt::cp_async_commit();
+  simt::cp_async_wait(0);
+  arrive(barrier);
+#else
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
 DEV void arrivals_wait(u64* barrier, u32 parity) {
 #ifdef SIMT_EMULATION
   while (*barrier >> 63 == parity) simt::park("arrivals_wait", barrier);

@@ -1,0 +1,416 @@
+// Linear layers for 17 to 256 rows by Hopper's warpgroup products (sm_90a): FP16 and nested weights.
+//
+// W is operand A, in registers: whatever it is stored as, it passes through shared memory as it is,
+// and is decoded on its way to the product. X is operand B, in shared memory. Four warps only copy:
+// two of them W, two X, a ring of stages ahead, with cp.async that arrive at a barrier by
+// themselves. WGS warpgroups have 64 rows of W each and multiply.
+//
+// The work is a row of steps: those of K for the first ROWS rows of W, then for the next ROWS. A CTA
+// takes `share` of them, whatever tiles these belong to, and copies of the next tile are under way
+// while one is finished. Where CTAs share a tile, the last to come adds their sums in the order
+// of K. So a result depends on `share`, STEP and ROWS, but neither on M nor on how the weights are
+// stored: FP16 mode of nested weights has the bits of plain FP16.
+//
+// How the weights are stored is the policy F:
+//   PLANES, BYTES     planes that it reads, bytes of a weight in each
+//   UNIT              what all sums are multiplied by at the end
+//   planes[]          of bytes, rows of K weights
+//   lane_offset<STEP>(row, lane)    where in a plane's stage a lane reads, row: the first of its warp
+//   fragment<STEP, PLANE>(plane, offset, unit, a)   the A operand of 16 k
+//   Rows              what a lane needs to know of its two rows of a tile
+//   rows(n, N)        of row n and n + 8
+//   shifted(rows), shift(rows, a)   whether fragments are to be multiplied, and by that
+//   scale(rows, half)               what their sums are multiplied by
+//   extras(row, end), extra(row, x) as in gemm_shared.cuh
+#include "gemm.cuh"
+#include "nested.cuh"
+#include "pipeline.cuh"
+#include "wgmma.cuh"
+
+constexpr int GROUP = 32;      // rows of X that are finished at once
+constexpr int COPIERS = 64;    // threads that copy W; as many copy X
+constexpr int EVERYONE = 1;    // named barrier of the warpgroups that multiply
+
+// Where 16-byte chunk `chunk` of row `row` is, in rows of BYTES (64, 128 or a multiple of that): in
+// every eight rows of a column of chunks each bank occurs once.
+template <int BYTES>
+DEV u32 turned(u32 row, u32 chunk) {
+  if (BYTES == 64) return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+  return row * BYTES + (chunk >> 3) * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}
+
+template <class F, int COLUMNS, int WGS, int STEP, int STAGES>
+struct Warpgroups {
+  static constexpr int ROWS = 64 * WGS, MULTIPLIERS = 128 * WGS, PITCH = GROUP + 1;
+  static constexpr int X_TILE = COLUMNS * 128;  // 64 k of X
+  static constexpr int X_BYTES = STEP / 64 * X_TILE;
+  static constexpr int ROW_BYTES = STEP * F::BYTES, PLANE = ROWS * ROW_BYTES;
+  static constexpr int STAGE = X_BYTES + F::PLANES * PLANE;  // X first
+  static constexpr int SUMS = STAGES * STAGE;                // float [ROWS][PITCH]
+  static constexpr int BARRIERS = SUMS + ROWS * PITCH * 4;   // full [STAGES], empty [STAGES]
+  static constexpr int BYTES = BARRIERS + 16 * STAGES;
+  static_assert(STAGE % 1024 == 0 && STEP % 64 == 0, "operand tiles are at multiples of 1024");
+};
+
+// Which steps this CTA has, and who else has some of a tile's.
+struct Steps {
+  i32 begin, end, steps, share;  // `steps` in a tile
+
+  __device__ __forceinline__ Steps(i32 tiles, i32 steps, i32 share)
+      : begin(static_cast<i32>(blockIdx.x) * share), end(min(begin + share, tiles * steps)),
+        steps(steps), share(share) {}
+
+  __device__ __forceinline__ i32 first(i32 tile) const { return tile * steps / share; }
+  __device__ __forceinline__ i32 last(i32 tile) const { return (tile * steps + steps - 1) / share; }
+
+  // Where a CTA leaves its sums of a tile that it shares: at most its first tile and its last one.
+  __device__ __forceinline__ i32 place(i32 cta, i32 tile) const {
+    if (steps % share == 0) return cta;
+    return 2 * cta + (tile != cta * share / steps);
+  }
+};
+
+// One of COPIERS threads copies its share of W, stage after stage.
+template <class C, class F, int STEP, int STAGES>
+DEV void copy_weights(const F& weights, const Steps& work, u8* shared, u64* full, u64* empty,
+                      int thread, i32 N, i32 K) {
+  constexpr int CHUNKS = C::ROW_BYTES / 16, PASS = COPIERS / CHUNKS;  // of a row; rows at once
+  const int chunk = thread % CHUNKS, row = thread / CHUNKS;
+  const i64 pitch = static_cast<i64>(K) * F::BYTES;
+  int slot = 0;
+  u32 parity = 1;
+  i32 tile = work.begin / work.steps, step = work.begin - tile * work.steps;
+  for (i32 unit = work.begin; unit < work.end; ++unit) {
+    arrivals_wait(empty + slot, parity);
+    u8* const stage = shared + slot * C::STAGE + C::X_BYTES;
+    const int left = N - tile * C::ROWS - row;  // rows from this thread's first
+    const i64 at = (tile * C::ROWS + row) * pitch + step * C::ROW_BYTES + 16 * chunk;
+    const int bytes = step * C::ROW_BYTES + 16 * chunk < pitch ? 16 : 0;
+#pragma unroll
+    for (int plane = 0; plane < F::PLANES; ++plane) {
+      const u8* from = weights.planes[plane] + (bytes ? at : 0);
+      const i64 stride = bytes ? PASS * pitch : 0;
+#pragma unroll
+      for (int i = 0; i < C::ROWS / PASS; ++i) {
+        if (i * PASS < left)
+          cp_async16_zfill(
+              stage + plane * C::PLANE + turned<C::ROW_BYTES>(row + i * PASS, chunk), from, bytes);
+        from += stride;
+      }
+    }
+    arrive_copied(full + slot);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+    if (++step == work.steps) step = 0, ++tile;
+  }
+}
+
+// The same for X, whose rows from m0 there are `rows` of.
+template <class C, int COLUMNS, int STEP, int STAGES>
+DEV void copy_inputs(const __half* x, const Steps& work, u8* shared, u64* full, u64* empty,
+                     int thread, i32 rows, i32 K) {
+  constexpr int CHUNKS = STEP / 8, PASS = COPIERS / CHUNKS;
+  const int chunk = thread % CHUNKS, row = thread / CHUNKS, left = rows - row;
+  int slot = 0;
+  u32 parity = 1;
+  i32 step = work.begin % work.steps;
+  for (i32 unit = work.begin; unit < work.end; ++unit) {
+    arrivals_wait(empty + slot, parity);
+    u8* const stage = shared + slot * C::STAGE + chunk / 8 * C::X_TILE;
+    const int k = step * STEP + 8 * chunk, bytes = k < K ? 16 : 0;
+    const __half* from = bytes ? x + static_cast<i64>(row) * K + k : x;
+    const i64 stride = bytes ? static_cast<i64>(PASS) * K : 0;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / PASS; ++i) {
+      if (i * PASS < left)
+        cp_async16_zfill(stage + turned<128>(row + i * PASS, chunk % 8), from, bytes);
+      from += stride;
+    }
+    arrive_copied(full + slot);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+    if (++step == work.steps) step = 0;
+  }
+}
+
+// `workspace` has a block of ROWS * COLUMNS floats for each place of a CTA that shares tiles,
+// `tickets` a zero for each tile (and is left so); both by blocks of COLUMNS rows of X.
+// Grid: x over shares of steps, y over blocks of COLUMNS rows of X.
+template <class F, int COLUMNS, int WGS, int STEP, int STAGES>
+DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M,
+                        i32 N, i32 K, float* workspace, i32* tickets, i32 share, u8* shared) {
+  using C = Warpgroups<F, COLUMNS, WGS, STEP, STAGES>;
+  constexpr int ROWS = C::ROWS, MULTIPLIERS = C::MULTIPLIERS, PITCH = C::PITCH;
+  constexpr bool LARGE = COLUMNS == 256;
+  __shared__ float rstd[COLUMNS];
+  __shared__ bool is_last;
+  u64* const full = reinterpret_cast<u64*>(shared + C::BARRIERS);
+  u64* const empty = full + STAGES;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const i32 tiles = (N + ROWS - 1) / ROWS, m0 = static_cast<i32>(blockIdx.y) * COLUMNS;
+  const Steps work(tiles, (K + STEP - 1) / STEP, share);
+
+  launch_dependents();
+  if (threadIdx.x < STAGES) {
+    arrivals_init(full + threadIdx.x, 2 * COPIERS);
+    arrivals_init(empty + threadIdx.x, 4 * WGS);
+  }
+  __syncthreads();
+  if (warp >= 4 * WGS) {
+    if (LARGE) registers_at_most<40>();
+    const int thread = threadIdx.x - MULTIPLIERS;
+    if (thread < COPIERS) {
+      copy_weights<C, F, STEP, STAGES>(weights, work, shared, full, empty, thread, N, K);
+    } else {
+      wait_for_inputs();
+      copy_inputs<C, COLUMNS, STEP, STAGES>(x + static_cast<i64>(m0) * K, work, shared, full, empty,
+                                            thread - COPIERS, M - m0, K);
+    }
+    cp_async_wait<0>();
+    return;
+  }
+  if (LARGE) registers_at_least<232>();
+
+  float acc[COLUMNS / 2];
+  u32 a[4][4] = {};
+  float* const sums = reinterpret_cast<float*>(shared + C::SUMS);
+  const u32 offset = F::template lane_offset<STEP>(16 * warp, lane);
+  i32 tile = work.begin / work.steps, unit = work.begin;
+  typename F::Rows next_rows = weights.rows(tile * ROWS + 16 * warp + g, N);
+  wait_for_inputs();
+  row_scales<COLUMNS, 4 * WGS>(f, rstd, m0, M, 1.f / K);
+
+  int slot = 0;
+  u32 parity = 0;
+  for (; unit < work.end; ++tile) {
+    const typename F::Rows rows = next_rows;
+    const bool shifted = __any_sync(FULL_WARP, F::shifted(rows));
+    const i32 n0 = tile * ROWS, stop = min(work.end, (tile + 1) * work.steps);
+    next_rows = weights.rows(n0 + ROWS + 16 * warp + g, N);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.f;
+    u64* before = nullptr;  // of the stage whose products are under way
+    for (; unit < stop; ++unit) {
+      const u8* const stage = shared + slot * C::STAGE;
+      arrivals_wait(full + slot, parity);
+      fence_shared_for_wgmma();
+#pragma unroll
+      for (int batch = 0; batch < STEP / 64; ++batch) {
+        u32 next[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          F::template fragment<STEP, C::PLANE>(stage + C::X_BYTES, offset, 4 * batch + i, next[i]);
+        if (shifted)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) F::shift(rows, next[i]);
+        wgmma_wait<0>(acc);
+        if (batch == 0 && before && lane == 0) arrive(before);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          wgmma_hold(a[i]);  // nothing else was in these registers until here
+#pragma unroll
+          for (int j = 0; j < 4; ++j) a[i][j] = next[i][j];
+          wgmma_hold(a[i]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          wgmma_registers_k(acc, a[i], wgmma_tile(stage + batch * C::X_TILE + 32 * i, 16, 1024));
+        wgmma_commit();
+      }
+      before = empty + slot;
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    wgmma_wait<0>(acc);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wgmma_hold(a[i]);
+    if (lane == 0) arrive(before);
+
+    const i32 first = work.first(tile), last = work.last(tile);
+    if (first != last) {
+      const i32 block = static_cast<i32>(blockIdx.y) * gridDim.x * 2;
+      float4* const places = reinterpret_cast<float4*>(workspace) + threadIdx.x;
+      auto place = [&](i32 cta) {
+        return places + static_cast<i64>(block + work.place(cta, tile)) * (COLUMNS / 8 * MULTIPLIERS);
+      };
+      float4* const own = place(blockIdx.x);
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 8; ++i)
+        own[i * MULTIPLIERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+      named_sync(EVERYONE, MULTIPLIERS);
+      if (threadIdx.x == 0) {
+        i32* const ticket = tickets + static_cast<i32>(blockIdx.y) * tiles + tile;
+        is_last = take_ticket(ticket) == last - first;
+        if (is_last) *ticket = 0;
+      }
+      named_sync(EVERYONE, MULTIPLIERS);
+      if (!is_last) continue;
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.f;
+      for (i32 cta = first; cta <= last; ++cta) {
+        const float4* const from = place(cta);
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8; ++i) {
+          const float4 four = ld_cg(from + i * MULTIPLIERS);
+          acc[4 * i] += four.x, acc[4 * i + 1] += four.y;
+          acc[4 * i + 2] += four.z, acc[4 * i + 3] += four.w;
+        }
+      }
+    }
+
+    const float scales[2] = {F::UNIT * F::scale(rows, 0), F::UNIT * F::scale(rows, 1)};
+    const bool extras = weights.extras(n0, min(n0 + ROWS, N));
+#pragma unroll 1
+    for (int group = 0; group < COLUMNS / GROUP; ++group) {
+      const i32 m = m0 + GROUP * group;
+      if (m >= M) break;
+      named_sync(EVERYONE, MULTIPLIERS);  // nobody reads the sums any more
+#pragma unroll
+      for (int own = 0; own < COLUMNS / GROUP; ++own)
+        if (own == group)
+#pragma unroll
+          for (int i = 0; i < GROUP / 8; ++i)
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+              sums[(16 * warp + g + 8 * (v / 2)) * PITCH + 8 * i + 2 * t + v % 2] =
+                  acc[GROUP / 2 * own + 4 * i + v] * scales[v / 2];
+      named_sync(EVERYONE, MULTIPLIERS);
+      if (extras) {
+        for (int e = threadIdx.x; e < ROWS * GROUP; e += MULTIPLIERS) {
+          const int row = e / GROUP, column = e % GROUP;
+          if (n0 + row < N && m + column < M)
+            sums[row * PITCH + column] +=
+                weights.extra(n0 + row, x + static_cast<i64>(m + column) * K);
+        }
+        named_sync(EVERYONE, MULTIPLIERS);
+      }
+      const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
+      finish<ROWS, GROUP, MULTIPLIERS>(f, sum, rstd + GROUP * group, m, n0, M, N);
+    }
+  }
+}
+
+struct WarpgroupF16 {
+  static constexpr int PLANES = 1, BYTES = 2;
+  static constexpr float UNIT = 1.f;
+  struct Rows {};
+  const u8* planes[1];
+
+  template <int STEP>
+  __device__ __forceinline__ static u32 lane_offset(int row, int lane) {
+    return turned<2 * STEP>(row + lane % 8 + 8 * (lane / 8 % 2), lane / 16);
+  }
+
+  template <int STEP, int PLANE>
+  __device__ __forceinline__ static void fragment(const u8* plane, u32 offset, int unit,
+                                                  u32 (&a)[4]) {
+    ldmatrix_x4(a, plane + (offset ^ (unit % 4 * 32)) + unit / 4 * 128);
+  }
+
+  __device__ __forceinline__ static Rows rows(i32, i32) { return {}; }
+  __device__ __forceinline__ static bool shifted(const Rows&) { return false; }
+  __device__ __forceinline__ static void shift(const Rows&, u32 (&)[4]) {}
+  __device__ __forceinline__ static float scale(const Rows&, int) { return 1.f; }
+  __device__ __forceinline__ static bool extras(i32, i32) { return false; }
+  __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
+};
+
+// FP16 mode undoes a row's shift in the halves, where it is exact, not in the sum: a stored weight
+// may be subnormal though the weight is not, and tensor cores cut products of such off earlier.
+template <int FP8>
+struct WarpgroupNested : NestedRows {
+  static constexpr int PLANES = FP8 ? 1 : 2, BYTES = 1;
+  static constexpr float UNIT = FP8 ? UPPER_UNIT : 1.f;
+  struct Rows {
+    i32 shifts[2];
+  };
+  const u8* planes[2];
+
+  // Its two weights of the first eight k of a chunk; those of the other eight are 8 bytes further.
+  template <int STEP>
+  __device__ __forceinline__ static u32 lane_offset(int row, int lane) {
+    return turned<STEP>(row + lane / 4, 0) + 2 * (lane % 4);
+  }
+
+  __device__ __forceinline__ static u32 four(const u8* from) {
+    return *reinterpret_cast<const u16*>(from) |
+           static_cast<u32>(*reinterpret_cast<const u16*>(from + 8)) << 16;
+  }
+
+  template <int STEP, int PLANE>
+  __device__ __forceinline__ static void fragment(const u8* plane, u32 offset, int unit,
+                                                  u32 (&a)[4]) {
+    const u8* const from = plane + (offset ^ (unit * 16));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32 upper = four(from + 8 * half * STEP);
+      if constexpr (FP8)
+        decode_upper_scaled(upper, a[half], a[2 + half]);
+      else
+        decode_nested(upper, four(from + 8 * half * STEP + PLANE), a[half], a[2 + half]);
+    }
+  }
+
+  __device__ __forceinline__ Rows rows(i32 n, i32 N) const {
+    Rows found = {};
+    if (NestedRows::shift)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (n + 8 * half < N) found.shifts[half] = NestedRows::shift[n + 8 * half];
+    return found;
+  }
+
+  __device__ __forceinline__ static bool shifted(const Rows& rows) {
+    return !FP8 && (rows.shifts[0] | rows.shifts[1]);
+  }
+
+  __device__ __forceinline__ static void shift(const Rows& rows, u32 (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      a[i] = h2u(__hmul2(u2h(a[i]), u2h(half_factor(rows.shifts[i % 2]))));
+  }
+
+  __device__ __forceinline__ static float scale(const Rows& rows, int half) {
+    return power_of_two(FP8 ? rows.shifts[half] : max(rows.shifts[half] - HALF_SHIFT_MAX, 0));
+  }
+
+  __device__ __forceinline__ bool extras(i32 n, i32 end) const {
+    return outlier_starts && outlier_starts[n] < outlier_starts[end];
+  }
+
+  __device__ __forceinline__ float extra(i32 n, const __half* x) const {
+    return whole(0.f, row(n), x);
+  }
+};
+
+template <int COLUMNS, int WGS, int STEP, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(128 * WGS + 128, RESIDENT)
+linear_f16_warpgroup(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
+                     i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+                     const float* __restrict__ sumsq, i32 partials, float eps,
+                     float* __restrict__ residual, const __half* __restrict__ gamma,
+                     float* __restrict__ sumsq_out, float* workspace, i32* tickets, i32 share) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const WarpgroupF16 weights{{reinterpret_cast<const u8*>(weight)}};
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  warpgroup_gemm<WarpgroupF16, COLUMNS, WGS, STEP, STAGES>(weights, x, finish, M, N, K, workspace,
+                                                           tickets, share, shared);
+}
+
+template <int FP8, int COLUMNS, int WGS, int STEP, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(128 * WGS + 128, RESIDENT)
+linear_nested_warpgroup(const u8* __restrict__ upper, const u8* __restrict__ lower,
+                        const signed char* __restrict__ shift,
+                        const i32* __restrict__ outlier_starts,
+                        const i32* __restrict__ outlier_columns,
+                        const __half* __restrict__ outlier_values, const __half* __restrict__ x,
+                        i32 M, i32 N, i32 K, i32 epilogue, void* __restrict__ out,
+                        const float* __restrict__ bias, const float* __restrict__ sumsq,
+                        i32 partials, float eps, float* __restrict__ residual,
+                        const __half* __restrict__ gamma, float* __restrict__ sumsq_out,
+                        float* workspace, i32* tickets, i32 share) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const WarpgroupNested<FP8> weights{{shift, outlier_starts, outlier_columns, outlier_values},
+                                     {upper, lower}};
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  warpgroup_gemm<WarpgroupNested<FP8>, COLUMNS, WGS, STEP, STAGES>(
+      weights, x, finish, M, N, K, workspace, tickets, share, shared);
+}
