@@ -122,33 +122,44 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
   const u8* next_w[F::ARRAYS];
 #pragma unroll
   for (int i = 0; i < F::ARRAYS; ++i) next_w[i] = weights.array(i) + w_from;
-  int left_w = static_cast<int>(w_bytes) - begin * (16 * W_ROW) - 16 * w_piece;  // bytes to a row's end
-  int left_x = K - begin * STEP - 8 * x_piece;
+  const i32 w_run = static_cast<i32>(W_RUN * w_bytes), x_run = X_RUN * K;
+  i32 left_w = static_cast<i32>(w_bytes) - begin * (16 * W_ROW) - 16 * w_piece;  // of a row, in bytes
+  i32 left_x = K - begin * STEP - 8 * x_piece;
+  const bool whole_w = n0 + ROWS <= N, whole_x = m0 + COLUMNS <= M;
   auto fetch_w = [&](uint4* stage) {
-    const int bytes = left_w > 0 ? 16 : 0;
+    // Beyond K the end of the row comes again: finite numbers, which meet zeros of X.
+    const i32 back = left_w > 0 ? 0 : left_w - 16;
+    auto copy = [&](bool all) {
 #pragma unroll
-    for (int i = 0; i < F::ARRAYS; ++i) {
-      const u8* from = left_w > 0 ? next_w[i] : weights.array(i);
-      const i64 run = left_w > 0 ? W_RUN * w_bytes : 0;
+      for (int i = 0; i < F::ARRAYS; ++i)
 #pragma unroll
-      for (int r = 0; r < ROWS; r += W_RUN) {
-        if (r < w_rows)
-          cp_async16_zfill(stage + (i * ROWS + r) * F::PIECES + w_to, from, bytes);
-        from += run;
-      }
-      next_w[i] += 16 * W_ROW;
-    }
+        for (int r = 0; r < ROWS; r += W_RUN)
+          if (all || r < w_rows)
+            cp_async16(stage + (i * ROWS + r) * F::PIECES + w_to,
+                       next_w[i] + back + static_cast<i64>(r / W_RUN) * w_run);
+    };
+    if (whole_w)
+      copy(true);
+    else
+      copy(false);
+#pragma unroll
+    for (int i = 0; i < F::ARRAYS; ++i) next_w[i] += 16 * W_ROW;
     left_w -= 16 * W_ROW;
   };
   auto fetch_x = [&](uint4* stage) {
-    const int bytes = left_x > 0 ? 16 : 0;
-    const __half* from = left_x > 0 ? x_from : x;
-    const i64 run = left_x > 0 ? static_cast<i64>(X_RUN) * K : 0;
+    const bool zero = left_x <= 0;
+    const __half* const from = zero ? x_from + left_x - 8 : x_from;  // the end of the row
+    auto copy = [&](bool all) {
 #pragma unroll
-    for (int r = 0; r < COLUMNS; r += X_RUN) {
-      if (r < x_rows) cp_async16_zfill(stage + r * X_BLOCK + x_to, from, bytes);
-      from += run;
-    }
+      for (int r = 0; r < COLUMNS; r += X_RUN)
+        if (all || r < x_rows)
+          cp_async16_or_zero(stage + r * X_BLOCK + x_to,
+                             from + static_cast<i64>(r / X_RUN) * x_run, zero);
+    };
+    if (whole_x)
+      copy(true);
+    else
+      copy(false);
     x_from += STEP;
     left_x -= STEP;
   };

@@ -207,6 +207,19 @@ DEV void cp_async16_zfill(void* shared, const void* global, int bytes) {
 #endif
 }
 
+// Copies 16 bytes, or zeros if `zero`; `global` must be a valid address all the same.
+DEV void cp_async16_or_zero(void* shared, const void* global, bool zero) {
+#ifdef SIMT_EMULATION
+  simt::cp_async(shared, global, zero ? 0 : 16);
+#else
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %2, 0; "
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p; }" ::"r"(shared_address(shared)),
+      "l"(global), "r"(static_cast<int>(zero))
+      : "memory");
+#endif
+}
+
 // The same for 16 bytes (past L1), 8 or 4: what one lane takes of a short row.
 template <int BYTES>
 DEV void cp_async(void* shared, const void* global) {
