@@ -2,8 +2,8 @@
 
 Requests of a trace come at real intervals, scaled to a rate, with prompts and answers of recorded
 lengths. At every rate and for every seed (another part of the trace) the same requests are
-served under each policy: FP16 always, FP8 always, ``threshold`` and ``slo``. What counts is how many
-hold targets that are multiples of what one request alone takes in FP16 (``trace_figures``);
+served under each policy: FP16 always, FP8 always, ``threshold`` and ``slo``. What counts is how
+many hold targets, multiples of what one request alone takes in FP16 (``trace_figures``);
 ``slo`` is given the tight ones.
 """
 
