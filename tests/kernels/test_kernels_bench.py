@@ -14,6 +14,7 @@ from rich.console import Console
 from deepinfer.deploy.bench import (
     kernel_attention,
     kernel_linears,
+    kernel_nested,
     kernel_plots,
     kernel_pointwise,
     kernel_timing,
@@ -64,7 +65,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionShape]:
             call()
         return 3.0
 
-    for module in (kernel_attention, kernel_linears, kernel_pointwise):
+    for module in (kernel_attention, kernel_linears, kernel_nested, kernel_pointwise):
         monkeypatch.setattr(module, "graph_us", once)
         monkeypatch.setattr(module, "rotations", lambda *_, **__: 3)
     with emulator():
@@ -109,7 +110,7 @@ def test_attention_is_launched_as_it_is_served(
 
 @needs_emulator
 def test_linears_and_pointwise_kernels_are_launched(
-    shape: AttentionShape, monkeypatch: pytest.MonkeyPatch
+    shape: AttentionShape, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = (2, 70)
     records = list(kernel_linears.time_linears(TINY, shape.card.device, peers=False, rows=rows))
@@ -120,6 +121,17 @@ def test_linears_and_pointwise_kernels_are_launched(
     assert all(each["f16_us"] == 3.0 for each in records)
     assert [each["w4_us"] for each in records] == [3.0] * 8 + [None]
     assert len(list(tables("linear", FACTS | {"linears": records}))) == 1
+
+    records = list(kernel_nested.time_nested(TINY, shape.card.device, peers=True, rows=(1, 17)))
+    assert [(each["weight"], each["rows"]) for each in records][::2] == [
+        (name, 1) for name in ("qkv", "o", "gate_up", "down", "head")
+    ]
+    assert all(each["nested_us"] == each["nested_fp8_us"] == 3.0 for each in records)
+    assert [each["expanded_us"] for each in records] == [None, 3.0] * 5
+    assert len(list(tables("nested", FACTS | {"nested": records}))) == 1
+    if kernel_plots.can_draw():
+        kernel_plots.plot_nested(FACTS | {"nested": records}, tmp_path / "nested.png")
+        assert (tmp_path / "nested.png").stat().st_size > 5_000
 
     monkeypatch.setattr(kernel_pointwise, "ROWS", (3,))
     monkeypatch.setattr(kernel_pointwise, "KV_DTYPES", ("fp16",))
