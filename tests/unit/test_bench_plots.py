@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer.deploy.bench import controller, handoff, quality_report
+from deepinfer.deploy.bench import controller, handoff, precision_report, quality_report
 from deepinfer.deploy.config import ConfigError
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -22,6 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
         ("controller_scale", controller.plot),
         ("handoff", handoff.plot),
         ("quality", quality_report.plot),
+        ("precision", precision_report.plot),
     ],
 )
 def test_committed_figures_can_be_drawn_again(
