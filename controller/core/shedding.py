@@ -75,22 +75,22 @@ def review(world: World, worker: Worker) -> None:
     if waits and not runs_exact(worker) and _exact_waits(world):
         world.pools.roomier = True  # time alone may let it in
     policy = world.config.precision.policy
-    loss = 0.0 if policy is Policy.FP8 else LOSS
-    if _exact_runs(world, worker):
-        _want(world, worker, planes, False)
-    elif planes.wanted:
-        if policy is Policy.FP8:
-            return  # nothing is gained by planes that only an exact request would read
-        if level.state is ShedState.OPEN and _may_return(world, worker, planes, waits, over_ms):
+    if planes.wanted:
+        # Planes that only an exact request would read gain nothing by a return.
+        calm = policy is not Policy.FP8 and level.state is ShedState.OPEN
+        calm = calm and _may_return(world, worker, planes, waits, over_ms)
+        if calm or _exact_runs(world, worker):
             _want(world, worker, planes, False)
-    elif _exact_there(world, worker):
-        pass
-    elif (level.state in (ShedState.HELD, ShedState.CLOSING) and _fits_only_so(world, worker)) or (
+        return
+    loss = 0.0 if policy is Policy.FP8 else LOSS
+    due = level.state in (ShedState.HELD, ShedState.CLOSING) and _fits_only_so(world, worker)
+    due = due or (
         level.state is ShedState.HELD
         and len(world.shedding) * AT_ONCE <= len(world.pools.workers)
         and world.now_ms >= planes.since_ms + over_ms
         and worthwhile(planes.crossed_blocks, planes.waited_ms, level, over_ms, loss)
-    ):
+    )
+    if due and not _exact_there(world, worker):
         _want(world, worker, planes, True)
 
 
@@ -153,6 +153,8 @@ def _fits_only_so(world: World, worker: Worker) -> bool:
     """Somebody needs more than the ordinary blocks, and this is the worker for them."""
     if worker.blocks_short and _too_large_here(world, worker):
         return True
+    if not len(world.line):
+        return False
     pools, capacities = world.pools, world.pools.capacities
     high = len(capacities)
     for _, sequence, low in world.line.heads(capacities):
