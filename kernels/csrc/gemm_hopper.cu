@@ -1,39 +1,43 @@
-// Linear layers of many rows by Hopper's warpgroup products (sm_90a): FP16 and nested weights.
+// Linear layers of many rows by Hopper's warpgroup products (sm_90a): any weights.
 //
-// A CTA has 128 rows of W and 128 NB rows of X; each of its two warpgroups has 64 rows of W, which
+// A CTA has 128 rows of W and NW NB rows of X; each of its two warpgroups has 64 rows of W, which
 // it decodes into registers, and all rows of X, which products read from shared memory. So every
-// weight is decoded once for 128 NB rows of X. While the products of a step run, the next step's
+// weight is decoded once for NW NB rows of X. While the products of a step run, the next step's
 // weights are decoded.
 //
 // The pieces of a row of W are turned in shared memory, so that the reads of a fragment (two bytes
 // of a plane, or a pair of halves, by each lane) fall into different banks.
 //
 // How the weights are stored is the policy F:
+//   STEP                            k that are copied at once, a multiple of 64
 //   PLANES, ROW_BYTES               of a row and a step
 //   source(row, k, plane, piece)    where the 16 bytes of a plane, of the step at k, are
 //   within(k, piece)                whether they are within K
 //   turn(row)                       what the pieces of a row are turned by (exclusive or)
 //   Factors, load(factors, row, N)  what a lane needs besides of rows row and row + 8
-//   fragment(row, turned, factors, unit, half, t, a)   the A operand of 16 k, of row g (half 0) or
-//                                   g + 8 (1)
+//   Scales, load(scales, row, k)    the same, of the step at k
+//   fragment(row, turned, factors, scales, unit, half, t, a)   the A operand of 16 k, of row g
+//                                   (half 0) or g + 8 (1)
 //   and what finishes rows, as in gemm_shared.cuh
 #include "gemm_shared.cuh"
 #include "nested.cuh"
+#include "w4.cuh"
 #include "wgmma.cuh"
 
-constexpr int WIDE_ROWS = 128, WIDE_STEP = 64, WIDE_THREADS = 256, X_TILE = 128 * 128;
+constexpr int WIDE_ROWS = 128, WIDE_THREADS = 256;
 
-template <class F, int NB, int STAGES>
+template <class F, int NW, int NB, int STAGES>
 DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                      i32 K, float* workspace, i32* tickets, u8* shared) {
-  constexpr int COLUMNS = 128 * NB, PITCH = COLUMNS + 1, PLANES = F::PLANES;
+  constexpr int COLUMNS = NW * NB, PITCH = COLUMNS + 1, PLANES = F::PLANES, STEP = F::STEP;
+  constexpr int X_TILE = COLUMNS * 128, X_BYTES = STEP / 64 * X_TILE;  // a tile is 64 k
   constexpr int ROW = F::ROW_BYTES, PLANE = WIDE_ROWS * ROW, PIECES = ROW / 16;
-  constexpr int STAGE = NB * X_TILE + PLANES * PLANE;
+  constexpr int STAGE = X_BYTES + PLANES * PLANE;
   static_assert(STAGE % 1024 == 0, "operand tiles are at multiples of 1024 bytes");
   __shared__ float rstd[COLUMNS], row_scale[WIDE_ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * WIDE_ROWS;
-  const int steps = (K + WIDE_STEP - 1) / WIDE_STEP, split = blockIdx.z, splits = gridDim.z;
+  const int steps = (K + STEP - 1) / STEP, split = blockIdx.z, splits = gridDim.z;
   const int begin = steps * split / splits, end = steps * (split + 1) / splits;
 
   auto fetch_w = [&](u8* stage, int step) {
@@ -41,19 +45,19 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     for (int i = 0; i < PLANES * WIDE_ROWS * PIECES / WIDE_THREADS; ++i) {
       const int e = threadIdx.x + i * WIDE_THREADS, piece = e % PIECES;
       const int row = e / PIECES % WIDE_ROWS, plane = e / (PIECES * WIDE_ROWS);
-      const bool valid = n0 + row < N && weights.within(step * WIDE_STEP, piece);
-      const u8* from = weights.source(n0 + row, step * WIDE_STEP, plane, piece);
-      cp_async16_zfill(stage + NB * X_TILE + plane * PLANE + row * ROW + 16 * (piece ^ F::turn(row)),
+      const bool valid = n0 + row < N && weights.within(step * STEP, piece);
+      const u8* from = weights.source(n0 + row, step * STEP, plane, piece);
+      cp_async16_zfill(stage + X_BYTES + plane * PLANE + row * ROW + 16 * (piece ^ F::turn(row)),
                        valid ? from : reinterpret_cast<const u8*>(x), valid ? 16 : 0);
     }
   };
   auto fetch_x = [&](u8* stage, int step) {
 #pragma unroll
-    for (int i = 0; i < COLUMNS * 8 / WIDE_THREADS; ++i) {
-      const int e = threadIdx.x + i * WIDE_THREADS, row = e / 8, piece = e % 8;
-      const int m = m0 + row, k = step * WIDE_STEP + 8 * piece;
+    for (int i = 0; i < COLUMNS * STEP / 8 / WIDE_THREADS; ++i) {
+      const int e = threadIdx.x + i * WIDE_THREADS, row = e / (STEP / 8), piece = e % (STEP / 8);
+      const int m = m0 + row, k = step * STEP + 8 * piece;
       const bool valid = m < M && k < K;
-      cp_async16_zfill(stage + row * 128 + 16 * (piece ^ row % 8),
+      cp_async16_zfill(stage + piece / 8 * X_TILE + row * 128 + 16 * (piece % 8 ^ row % 8),
                        valid ? x + static_cast<i64>(m) * K + k : x, valid ? 16 : 0);
     }
   };
@@ -76,12 +80,14 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
   }
   row_scales<COLUMNS, WIDE_THREADS / 32>(f, rstd, m0, M, 1.f / K);
 
-  float acc[NB][64];
+  float acc[NB][NW / 2];
 #pragma unroll
   for (int b = 0; b < NB; ++b)
 #pragma unroll
-    for (int i = 0; i < 64; ++i) acc[b][i] = 0.f;
-  u32 a[WIDE_STEP / 16][4] = {};
+    for (int i = 0; i < NW / 2; ++i) acc[b][i] = 0.f;
+  typename F::Scales scales;
+  weights.load(scales, n0 + 16 * warp + g, begin * STEP);
+  u32 a[4][4] = {};
   int slot = 0, ahead = AHEAD % STAGES;
   for (int step = begin; step < end; ++step) {
     cp_async_wait<AHEAD - 1>();
@@ -95,44 +101,52 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     cp_async_commit();
     slot = slot == STAGES - 1 ? 0 : slot + 1;
     ahead = ahead == STAGES - 1 ? 0 : ahead + 1;
+    const typename F::Scales now = scales;
+    if (step + 1 < end) weights.load(scales, n0 + 16 * warp + g, (step + 1) * STEP);
 
-    u32 next[WIDE_STEP / 16][4];
-    const u8* const rows = stage + NB * X_TILE + (16 * warp + g) * ROW;
+    const u8* const rows = stage + X_BYTES + (16 * warp + g) * ROW;
 #pragma unroll
-    for (int unit = 0; unit < WIDE_STEP / 16; ++unit)
+    for (int tile = 0; tile < STEP / 64; ++tile) {
+      u32 next[4][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        F::template fragment<PLANE>(rows + 8 * half * ROW, F::turn(g), factors, unit, half, t,
-                                    next[unit]);
+      for (int unit = 0; unit < 4; ++unit)
 #pragma unroll
-    for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
+        for (int half = 0; half < 2; ++half)
+          F::template fragment<PLANE>(rows + 8 * half * ROW, F::turn(g), factors, now,
+                                      4 * tile + unit, half, t, next[unit]);
 #pragma unroll
-    for (int unit = 0; unit < WIDE_STEP / 16; ++unit) {
-      wgmma_hold(a[unit]);  // nothing else was in these registers until here
+      for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[unit][i] = next[unit][i];
-      wgmma_hold(a[unit]);
+      for (int unit = 0; unit < 4; ++unit) {
+        wgmma_hold(a[unit]);  // nothing else was in these registers until here
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[unit][i] = next[unit][i];
+        wgmma_hold(a[unit]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int unit = 0; unit < 4; ++unit)
+#pragma unroll
+        for (int b = 0; b < NB; ++b)
+          wgmma_registers_k(acc[b], a[unit],
+                            wgmma_tile(stage + tile * X_TILE + b * (NW * 128) + 32 * unit, 16,
+                                       1024));
+      wgmma_commit();
     }
-    wgmma_fence();
-#pragma unroll
-    for (int unit = 0; unit < WIDE_STEP / 16; ++unit)
-#pragma unroll
-      for (int b = 0; b < NB; ++b)
-        wgmma_registers_k(acc[b], a[unit], wgmma_tile(stage + b * X_TILE + 32 * unit, 16, 1024));
-    wgmma_commit();
   }
 #pragma unroll
   for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
 #pragma unroll
-  for (int unit = 0; unit < WIDE_STEP / 16; ++unit) wgmma_hold(a[unit]);
+  for (int unit = 0; unit < 4; ++unit) wgmma_hold(a[unit]);
   cp_async_wait<0>();
   __syncthreads();
 
-  auto& own = reinterpret_cast<float(&)[1][16 * NB][4]>(acc);
-  if (splits > 1 && !merge<1, 16 * NB, WIDE_THREADS>(own, workspace, tickets)) return;
+  constexpr int TILES = COLUMNS / 8;
+  auto& own = reinterpret_cast<float(&)[1][TILES][4]>(acc);
+  if (splits > 1 && !merge<1, TILES, WIDE_THREADS>(own, workspace, tickets)) return;
   float* const sums = reinterpret_cast<float*>(shared);
 #pragma unroll
-  for (int j = 0; j < 16 * NB; ++j)
+  for (int j = 0; j < TILES; ++j)
 #pragma unroll
     for (int v = 0; v < 4; ++v) {
       const int row = 16 * warp + g + 8 * (v / 2);
@@ -143,7 +157,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
 }
 
 struct HopperF16 {
-  static constexpr int PLANES = 1, ROW_BYTES = 2 * WIDE_STEP;
+  static constexpr int STEP = 64, PLANES = 1, ROW_BYTES = 2 * STEP;
   static constexpr float UNIT = 1.f;
   const __half* weight;
   i32 K;
@@ -155,13 +169,16 @@ struct HopperF16 {
   __device__ __forceinline__ bool within(i32 k, int piece) const { return k + 8 * piece < K; }
 
   struct Factors {};
+  struct Scales {};
   __device__ __forceinline__ static void load(Factors&, i32, i32) {}
+  __device__ __forceinline__ static void load(Scales&, i32, i32) {}
 
   __device__ __forceinline__ static int turn(int row) { return row % 8; }
 
   template <int PLANE>
   __device__ __forceinline__ static void fragment(const u8* row, int turned, const Factors&,
-                                                  int unit, int half, int t, u32 (&a)[4]) {
+                                                  const Scales&, int unit, int half, int t,
+                                                  u32 (&a)[4]) {
     a[half] = *reinterpret_cast<const u32*>(row + 16 * (2 * unit ^ turned) + 4 * t);
     a[2 + half] = *reinterpret_cast<const u32*>(row + 16 * (2 * unit + 1 ^ turned) + 4 * t);
   }
@@ -173,7 +190,7 @@ struct HopperF16 {
 
 template <int FP8>
 struct HopperNested : NestedRows {
-  static constexpr int PLANES = FP8 ? 1 : 2, ROW_BYTES = WIDE_STEP;
+  static constexpr int STEP = 64, PLANES = FP8 ? 1 : 2, ROW_BYTES = STEP;
   static constexpr float UNIT = FP8 ? UPPER_UNIT : 1.f;
   const u8 *upper, *lower;
   i32 K;
@@ -193,6 +210,8 @@ struct HopperNested : NestedRows {
   struct Factors {
     u32 factors[2];
   };
+  struct Scales {};
+  __device__ __forceinline__ static void load(Scales&, i32, i32) {}
 
   __device__ __forceinline__ void load(Factors& found, i32 row, i32 N) const {
 #pragma unroll
@@ -210,7 +229,8 @@ struct HopperNested : NestedRows {
   // FP16 mode undoes a row's shift in the halves, as far as they go: see gemm_nested.cu.
   template <int PLANE>
   __device__ __forceinline__ static void fragment(const u8* row, int turned, const Factors& factors,
-                                                  int unit, int half, int t, u32 (&a)[4]) {
+                                                  const Scales&, int unit, int half, int t,
+                                                  u32 (&a)[4]) {
     const u8* piece = row + 16 * (unit ^ turned);
     if (FP8) {
       decode_upper_scaled(four(piece, t), a[half], a[2 + half]);
@@ -236,7 +256,70 @@ struct HopperNested : NestedRows {
   }
 };
 
-template <int NB, int STAGES, int RESIDENT>
+// Each weight is rounded to half once, as `expand_w4` rounds it. GROUP: chunks of 32 k that share a
+// scale in a step: 4 for groups of 128 or a larger power of two, 1 for groups of 32 and 64.
+template <int GROUP>
+struct HopperW4 {
+  static constexpr int STEP = 128, PLANES = 1, ROW_BYTES = 64, GROUPS = 4 / GROUP;
+  static constexpr float UNIT = 1.f;
+  struct Factors {};
+  struct Scales {
+    u32 scale[2][GROUPS], zero[2][GROUPS];  // pairs of halves: the scale, 1024 + the zero
+  };
+  const u32* codes;
+  const u16* scales;
+  const u8* zeros;
+  i32 group_shift, N, K;
+
+  __device__ __forceinline__ const u8* source(i32 row, i32 k, int, int piece) const {
+    return reinterpret_cast<const u8*>(codes + static_cast<i64>(row) * ((K + 127) / 128 * 16) +
+                                       k / 8 + 4 * piece);
+  }
+
+  __device__ __forceinline__ bool within(i32 k, int) const { return k < K; }
+
+  __device__ __forceinline__ static void load(Factors&, i32, i32) {}
+
+  __device__ __forceinline__ void load(Scales& found, i32 row, i32 k) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        const i32 at = k + 32 * GROUP * i, n = row + 8 * half;
+        const i32 place = n * (K >> group_shift) + (at >> group_shift);
+        const bool valid = n < N && at < K;
+        const u32 scale = valid ? __ldg(scales + place) : 0u;
+        const u32 zero = valid && zeros ? __ldg(zeros + place) : 8u;
+        found.scale[half][i] = scale * 0x00010001u;
+        found.zero[half][i] = zero * 0x00010001u + 0x64006400u;
+      }
+  }
+
+  __device__ __forceinline__ static int turn(int row) { return row / 2 % 4; }
+
+  // Of a block of 128 k word 4 (j % 4) + j / 4 holds k = 8 j ..., its pairs 16 bits apart: lane t
+  // has pair t of j = 2 unit and of 2 unit + 1.
+  template <int PLANE>
+  __device__ __forceinline__ static void fragment(const u8* row, int turned, const Factors&,
+                                                  const Scales& scales, int unit, int half, int t,
+                                                  u32 (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int j = 2 * unit + i;
+      const u32 word = *reinterpret_cast<const u32*>(row + 16 * (j % 4 ^ turned) + 4 * (j / 4));
+      const u32 codes = lop3<0xEA>(word >> 4 * t, 0x000F000Fu, 0x64006400u);  // 1024 + code
+      const int group = unit / 2 / GROUP;
+      const __half2 steps = __hsub2(u2h(codes), u2h(scales.zero[half][group]));
+      a[2 * i + half] = h2u(__hmul2(steps, u2h(scales.scale[half][group])));
+    }
+  }
+
+  __device__ __forceinline__ static float row_scale(i32) { return 1.f; }
+  __device__ __forceinline__ static bool extras(i32, i32) { return false; }
+  __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
+};
+
+template <int NW, int NB, int STAGES, int RESIDENT>
 __global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
 linear_f16_hopper(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
                   i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
@@ -246,10 +329,10 @@ linear_f16_hopper(const __half* __restrict__ weight, const __half* __restrict__ 
   extern __shared__ __align__(1024) u8 shared[];
   const HopperF16 weights{weight, K};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  hopper_gemm<HopperF16, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
+  hopper_gemm<HopperF16, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
 }
 
-template <int FP8, int NB, int STAGES, int RESIDENT>
+template <int FP8, int NW, int NB, int STAGES, int RESIDENT>
 __global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
 linear_nested_hopper(const u8* __restrict__ upper, const u8* __restrict__ lower,
                      const signed char* __restrict__ shift, const i32* __restrict__ outlier_starts,
@@ -263,6 +346,21 @@ linear_nested_hopper(const u8* __restrict__ upper, const u8* __restrict__ lower,
   const HopperNested<FP8> weights({shift, outlier_starts, outlier_columns, outlier_values}, upper,
                                   lower, K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  hopper_gemm<HopperNested<FP8>, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
-                                             shared);
+  hopper_gemm<HopperNested<FP8>, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+                                                 shared);
+}
+
+template <int GROUP, int NW, int NB, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
+linear_w4_hopper(const u32* __restrict__ codes, const u16* __restrict__ scales,
+                 const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M,
+                 i32 N, i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
+                 const float* __restrict__ sumsq, i32 partials, float eps,
+                 float* __restrict__ residual, const __half* __restrict__ gamma,
+                 float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const HopperW4<GROUP> weights{codes, scales, zeros, group_shift, N, K};
+  const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
+  hopper_gemm<HopperW4<GROUP>, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+                                               shared);
 }
