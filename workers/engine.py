@@ -48,7 +48,9 @@ class Runner(Protocol):
     def costs(self) -> tuple[StepCost, ...]:
         """What steps take at each level; () if that was not measured."""
 
-    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> torch.Tensor: ...
+    def forward(
+        self, slices: Sequence[SequenceSlice], level: int = 0, next_level: int | None = None
+    ) -> torch.Tensor: ...
 
     def forward_and_score(
         self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit, level: int = 0
@@ -96,7 +98,7 @@ class Engine:
             if any(chunk.score_ids for chunk in sane):
                 logits, scores = self._score(slices, sane, failed, plan.level)
             else:
-                logits = self._runner.forward(slices, plan.level)
+                logits = self._runner.forward(slices, plan.level, plan.next_level)
             self._hit(sane)
             outputs = self._sample(logits, [c for c in sane if c.sample], failed)
         return StepDone(plan.step, outputs, tuple(failed), scores)

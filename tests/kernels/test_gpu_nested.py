@@ -135,8 +135,9 @@ def test_every_level_computes_its_layers_in_fp8() -> None:
 
 def test_levels_share_what_is_alike() -> None:
     """Decode graphs are a level's own; of wide steps only pieces whose layers' modes differ are."""
-    config, sizes = replace(QWEN2, layers=3), {"rows": 16, "sequences": 1}
-    runner, plain = nested_runner(config, levels=4, **sizes), cpu_runner(config, **sizes)
+    config = replace(QWEN2, layers=3)
+    runner = nested_runner(config, levels=4, rows=16, sequences=1)
+    plain = cpu_runner(config, rows=16, sequences=1)
     decode, pieces, attention = 1, 4, 3
     assert plain.capture() == decode + pieces + attention
     modes = [PrecisionLevels(3, 4).fp8_layers(level) for level in range(4)]
@@ -149,8 +150,8 @@ def test_levels_share_what_is_alike() -> None:
 
 def test_attention_is_shared_and_a_sequence_may_change_levels_in_its_course() -> None:
     """Its KV is what the levels of its steps made it; what follows is computed at the new one."""
-    sizes = {"rows": 16, "sequences": 1}
-    runner, plain = nested_runner(QWEN2, **sizes), cpu_runner(QWEN2, **sizes)
+    runner = nested_runner(QWEN2, rows=16, sequences=1)
+    plain = cpu_runner(QWEN2, rows=16, sequences=1)
     runner.capture()
     a, at_a = ids(40, 1), (3, 9, 4)
     for each in (runner, plain):
@@ -235,6 +236,6 @@ def test_key_scales_are_shifts_of_rows_in_the_planes_that_are_there(qk_norm: boo
         assert new.lower is old.lower
         assert torch.equal(new.decode(), wanted.decode())
     runner = cpu_runner(config, model=scaled, levels=2)
-    wanted = SdpaModel(plain, torch.float32, CPU).logits(ids(20, 1))[[19]]
+    logits = SdpaModel(plain, torch.float32, CPU).logits(ids(20, 1))[[19]]
     found = runner.forward([step(ids(20, 1), 0, 20, (0, 1))])
-    assert float((found - wanted).abs().max()) < TOLERANCE
+    assert float((found - logits).abs().max()) < TOLERANCE

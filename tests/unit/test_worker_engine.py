@@ -30,7 +30,9 @@ class FakeRunner:
     def __init__(self) -> None:
         self.steps_at: list[int] = []
 
-    def forward(self, slices: Sequence[SequenceSlice], level: int = 0) -> torch.Tensor:
+    def forward(
+        self, slices: Sequence[SequenceSlice], level: int = 0, next_level: int | None = None
+    ) -> torch.Tensor:
         self.steps_at.append(level)
         lasts = [part.token_ids[-1] for part in slices if part.logits]
         if 7 in lasts:

@@ -84,23 +84,57 @@ def test_without_a_rule_nothing_gives_way() -> None:
     assert in_flight(bench).level == 0
 
 
-def test_the_rule_counts_from_the_next_step_on() -> None:
-    bench = nested(3)
-    bench.running(request(), 40)
+def test_the_rule_counts_from_the_next_step_on_that_was_not_foreseen() -> None:
+    bench = nested(3, blocks_total=16)
+    bench.running(request(max_tokens=20), 40)
     rule(bench, level_max=1)
     assert in_flight(bench).level == 0, "this step was planned before"
-    bench.step(41)
-    assert tags(bench) == [FP16]
-    assert in_flight(bench).level == 1
+    found = []
+    for token in range(41, 50):
+        bench.step(token)
+        plan = in_flight(bench)
+        found.append((tags(bench), plan.level, plan.next_level))
+        if token == 43:
+            rule(bench)
+        elif token == 46:
+            rule(bench, "fp16")
+    assert found == [
+        ([FP16], 0, 1),  # may be computed already, at the old level: the new one is announced
+        ([FP16], 1, 1),
+        ([MIXED], 1, 1),
+        ([MIXED], 1, 2),
+        ([MIXED], 2, 2),
+        ([FP8], 2, 2),
+        ([FP8], 2, 0),
+        ([FP8], 0, 0),
+        ([FP16], 0, 0),
+    ]
+
+
+def test_a_step_with_a_prompt_in_it_changes_levels_at_once() -> None:
+    bench = nested(blocks_total=16)
+    bench.running(request("a", max_tokens=20), 40)
     rule(bench)
-    bench.step(42)
-    assert tags(bench) == [MIXED]
-    bench.step(43)
-    assert tags(bench) == [FP8]
+    late = request("b")
+    run = bench.admit(late)
+    bench.attached(late, run)
+    bench.step(41)
+    plan = in_flight(bench)
+    assert any(len(chunk.token_ids) > 1 for chunk in plan.chunks)
+    assert (plan.level, plan.next_level) == (1, 1)
+
+
+def test_what_was_announced_may_be_taken_back() -> None:
+    bench = nested(blocks_total=16)
+    bench.running(request(max_tokens=20), 40)
+    rule(bench)
+    bench.step(41)
+    assert in_flight(bench).next_level == 1
     rule(bench, "fp16")
-    bench.step(44)
-    assert tags(bench) == [FP8]
-    assert in_flight(bench).level == 0
+    for token in (42, 43):
+        bench.step(token)
+        assert (in_flight(bench).level, in_flight(bench).next_level) == (0, 0)
+    assert bench.core.metrics()["precision_switches"] == 0
 
 
 def test_a_replaced_controller_is_not_obeyed() -> None:
@@ -146,13 +180,15 @@ def test_slo_is_told_of_the_load_at_the_controller_until_that_is_old() -> None:
     said = PrecisionRule(settings=settings, waiting_tokens=4, waiting_ms=950)
     bench.do(ReportAnswered(ReportReply(epoch=1, number=1, resync=False, precision=said)))
     bench.step(41)
-    assert in_flight(bench).level == 1, "somebody has waited 950 ms of 1,000"
-    bench.wait(1999)
+    assert in_flight(bench).next_level == 1, "somebody has waited 950 ms of 1,000"
     bench.step(42)
     assert in_flight(bench).level == 1
-    bench.wait(1)
+    bench.wait(1999)
     bench.step(43)
-    assert in_flight(bench).level == 0, "the controller has not been heard of since"
+    assert in_flight(bench).next_level == 1
+    bench.wait(1)
+    bench.step(44)
+    assert in_flight(bench).next_level == 0, "the controller has not been heard of since"
 
 
 def test_slo_learns_how_long_steps_really_take() -> None:
@@ -203,26 +239,26 @@ def test_a_start_says_whether_levels_are_of_use() -> None:
 
 
 def test_what_was_counted_is_reported() -> None:
-    bench = nested(3)
-    bench.running(request())
+    bench = nested(3, blocks_total=16)
+    bench.running(request(max_tokens=20))
     bench.now_ms += 20
     bench.step(40)
     rule(bench, level_max=1)
-    for token, ms in ((41, 3), (42, 5), (43, 7)):
+    for token, ms in ((41, 3), (42, 5), (43, 7), (44, 9), (45, 11)):
         bench.now_ms += ms
         bench.step(token)
-        if token == 42:
+        if token == 43:
             rule(bench)
     bench.wait(100)
     assert bench.report is not None
     said = bench.report.precision
     assert said is not None
     assert (said.level, said.levels, said.switches) == (2, 3, 2)
-    assert said.tokens == (2, 2, 0), "the step at level 2 is in flight"
+    assert said.tokens == (3, 3, 0), "the step at level 2 is in flight"
     metrics = bench.core.metrics()
     assert metrics['precision_tokens{precision="fp16"}'] == said.tokens[0]
     assert metrics['precision_seconds{precision="mixed"}'] == said.ms[1] / 1000
-    assert sum(said.ms) == 35
+    assert sum(said.ms) == 55
 
 
 # ---- tags of KV ----------------------------------------------------------------------------
@@ -259,8 +295,9 @@ def test_a_payload_has_the_worst_tag_of_its_chain(policies: str) -> None:
     run = bench.running(r, 40, 41)
     rule(bench, after)
     bench.step(42)
-    bench.swap_out(r, run)
     bench.step(43)
+    bench.swap_out(r, run)
+    bench.step(44)
     put = bench.only(PutPayload)
     assert put.precision is (FP8 if "fp8" in policies else FP16)
 

@@ -142,6 +142,8 @@ def test_the_tail_is_handed_out_last_and_held_blocks_move_before_it_closes() -> 
     bench.only(RestorePlanes)
     bench.do(PlanesRestored(True))
     bench.step(42)
+    assert in_flight(bench).next_level == 0
+    bench.step(43)
     assert in_flight(bench).level == 0
     assert bench.core.counters.blocks_moved == 2
 

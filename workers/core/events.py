@@ -197,6 +197,9 @@ class StepPlan(NamedTuple):
     moves: tuple[tuple[int, int], ...] = ()
     """(from, to): blocks whose contents are copied before anything is computed. The chunks' tables
     name the new ones. There may be moves and no chunk."""
+    next_level: int | None = None
+    """Announced for the step after this one, which may be computed before it is planned; None: the
+    same."""
 
 
 class ShedPlanes(NamedTuple):

@@ -54,6 +54,8 @@ class Levels:
         """Of the latest steps: what was predicted, and what they took."""
         self.level = 0
         """Of the latest step."""
+        self.next_level = 0
+        """What was announced with it for the step after it."""
 
     @property
     def remark(self) -> str:
@@ -79,7 +81,11 @@ class Levels:
         )
 
     def plan(self, chunks: Sequence[Chunk], level_min: int, now_ms: int) -> int:
-        """The level of a step of these chunks; what levels below ``level_min`` read is away."""
+        """The level of a step of these chunks; what levels below ``level_min`` read is away.
+
+        A change is announced one step before (``next_level``) where the device may have computed
+        this one already, at the level that it was announced for.
+        """
         self._planned_ms = now_ms
         if not chunks:  # a step that only moves blocks
             return max(self.level, level_min)
@@ -92,7 +98,7 @@ class Levels:
                 rule.settings, config.costs, config.levels, load, self._valve, now_ms
             )
             level = self._valve.level
-        level = max(level, level_min)
+        level = self._announced(max(level, level_min), chunks, level_min)
         self._predicted_us = 0.0
         if config.costs:
             rows, context_tokens = _size(chunks)
@@ -101,6 +107,14 @@ class Levels:
             self.level = level
             self._roster.counters.precision_switches += 1
         return level
+
+    def _announced(self, wanted: int, chunks: Sequence[Chunk], level_min: int) -> int:
+        """What to do now about a level that is ``wanted``: it, or the one before and then it."""
+        foreseen = all(len(chunk.token_ids) == 1 and chunk.index > 0 for chunk in chunks)
+        forced = self.level < level_min or any(chunk.record.exact for chunk in chunks)
+        waits = wanted not in (self.level, self.next_level) and foreseen and not forced
+        self.next_level = wanted
+        return self.level if waits else wanted
 
     def tag(self, plan: StepPlan) -> Precision:
         """The precision of what a step computes."""
