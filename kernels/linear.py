@@ -24,8 +24,17 @@ from torch import Tensor
 from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear_checks import check_tensor
 from deepinfer.kernels.linear_expand import expand_nested, expand_specs, expand_w4
-from deepinfer.kernels.linear_launch import LOGITS, NORM, RESIDUAL, SWIGLU, Workspace, run
+from deepinfer.kernels.linear_launch import (
+    LOGITS,
+    NORM,
+    RESIDUAL,
+    SWIGLU,
+    Workspace,
+    is_hopper,
+    run,
+)
 from deepinfer.kernels.linear_plans import (
+    HOPPER_TARGET,
     STREAM_ROWS_MAX,
     TILE_ROWS,
     AnyPlan,
@@ -67,6 +76,7 @@ __all__ = [
     "partials",
     "plan_for",
     "specs",
+    "specs_for",
     "unpack_w4",
 ]
 
@@ -76,10 +86,16 @@ def max_rows(weight: Weight) -> int:
     return 64 if isinstance(weight, W4Weight) else STREAM_ROWS_MAX
 
 
-def specs() -> Iterator[KernelSpec]:
-    """Every kernel that this module may launch."""
-    yield from plan_specs()
+def specs_for(target: str) -> Iterator[KernelSpec]:
+    """Every kernel that this module may launch where kernels are compiled for ``target``."""
+    yield from plan_specs(target == HOPPER_TARGET)
     yield from expand_specs()
+
+
+def specs() -> Iterator[KernelSpec]:
+    """Every kernel that this module may launch on the card at hand; without one, as on SM86."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return specs_for(HOPPER_TARGET if is_hopper(device) else "")
 
 
 def linear_norm(

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.compiler import KernelSpec, launch
+from deepinfer.kernels.compiler import KernelSpec, device_target, launch
 from deepinfer.kernels.linear_checks import check_tensor
 from deepinfer.kernels.linear_plans import (
+    HOPPER_TARGET,
     AnyPlan,
     Plan,
     check_held,
@@ -55,6 +56,12 @@ def sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels for ``device`` are compiled for ``HOPPER_TARGET``."""
+    return device.type == "cuda" and device_target() == HOPPER_TARGET
+
+
 def run(
     epilogue: int,
     out: Tensor,
@@ -77,7 +84,8 @@ def run(
         check_tensor("sumsq", sumsq, torch.float32, (m, None), x.device)
     sms = sm_count(x.device)
     if plan is None:
-        plan = plan_for(weight, m, sms, fp8=fp8, split=workspace is not None)
+        split, hopper = workspace is not None, is_hopper(x.device)
+        plan = plan_for(weight, m, sms, fp8=fp8, split=split, hopper=hopper)
     spec, planes = _kernel(weight, plan, fp8)
     grid: tuple[int, int, int]
     tail: list[Tensor | None] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
@@ -17,6 +17,9 @@ TILE_ROWS: Final = 16
 STREAM_ROWS_MAX: Final = 16
 """Up to here weights stream past an ``x`` in registers; above it ``x`` passes through shared
 memory."""
+
+HOPPER_TARGET: Final = "sm_90a"
+"""What kernels are compiled for on a card that has more shared memory, and wgmma."""
 
 _STAGE_BYTES: Final[dict[Kind, int]] = {"f16": 2048, "w4": 1152, "nested": 2064, "nested fp8": 2048}
 """As in ``csrc/gemm_f16.cu``, ``csrc/gemm_w4.cu`` and ``csrc/gemm_nested.cu``."""
@@ -76,6 +79,13 @@ _STREAM_PLANS: Final[dict[Kind, dict[tuple[str, int], Plan]]] = {
     "nested": _F16_PLANS,  # the same warps, for the same order of sums
     "nested fp8": _FP8_PLANS,
 }
+_HOPPER_STAGES: Final[dict[Kind, dict[tuple[str, int], int]]] = {
+    "f16": {("middle", 1): 4, ("middle", 2): 4},
+    "nested": {("middle", 1): 4, ("middle", 2): 4},
+    "nested fp8": {("middle", 1): 4, ("middle", 2): 4},
+}
+"""On a Hopper card, which has the shared memory: of weights that are ``_MANY`` tiles to each SM."""
+_MANY: Final = 4
 _LENGTHS: Final = (("short", 1024), ("middle", 2048))
 """Up to how many columns the warps of such a plan hold all their ``x``."""
 
@@ -86,19 +96,29 @@ def partials(rows: int) -> int:
 
 
 def plan_for(
-    weight: Weight, m: int, sm_count: int, *, fp8: bool = False, split: bool = True
+    weight: Weight,
+    m: int,
+    sm_count: int,
+    *,
+    fp8: bool = False,
+    split: bool = True,
+    hopper: bool = False,
 ) -> AnyPlan:
     """The measured best cut for ``m`` rows; up to 16, ``warps`` (the order of the sums) ignores it.
 
     ``fp8`` chooses the mode of a nested weight. Without ``split`` K stays in one CTA, which needs
-    no ``Workspace``.
+    no ``Workspace``. ``hopper``: kernels are compiled for ``HOPPER_TARGET``.
     """
     kind = _kind(weight, fp8)
     if m <= STREAM_ROWS_MAX:
         length = next((name for name, most in _LENGTHS if weight.columns <= most), "long")
         # Sums of 16 columns in four groups a step would not fit in registers.
         narrow = m <= 8 or (isinstance(weight, W4Weight) and weight.group < 128)
-        return _STREAM_PLANS[kind][length, 1 if narrow else 2]
+        cut = length, 1 if narrow else 2
+        plan = _STREAM_PLANS[kind][cut]
+        if hopper and partials(weight.rows) >= _MANY * sm_count:
+            return replace(plan, stages=_HOPPER_STAGES.get(kind, {}).get(cut, plan.stages))
+        return plan
     return tiled_plan(kind, weight.rows, weight.columns, m, sm_count, split=split)
 
 
@@ -111,17 +131,23 @@ def check_held(plan: Plan, weight: Weight, fp8: bool = False) -> None:
         )
 
 
-def plan_specs() -> Iterator[KernelSpec]:
+def plan_specs(hopper: bool) -> Iterator[KernelSpec]:
     """The kernels of all plans of ``plan_for``."""
-    yield from map(f16_spec, dict.fromkeys(_F16_PLANS.values()))
-    for plan in dict.fromkeys(_W4_PLANS.values()):
+    yield from map(f16_spec, _stream_plans("f16", hopper))
+    for plan in _stream_plans("w4", hopper):
         if plan.column_tiles == 1:
             yield w4_spec(32, plan)
         yield w4_spec(128, plan)
-    for fp8 in (False, True):
-        for nested in dict.fromkeys(_STREAM_PLANS["nested fp8" if fp8 else "nested"].values()):
-            yield nested_spec(fp8, nested)
+    yield from (nested_spec(False, plan) for plan in _stream_plans("nested", hopper))
+    yield from (nested_spec(True, plan) for plan in _stream_plans("nested fp8", hopper))
     yield from tiled_specs()
+
+
+def _stream_plans(kind: Kind, hopper: bool) -> Iterator[Plan]:
+    plans = _STREAM_PLANS[kind]
+    deep = _HOPPER_STAGES.get(kind, {}) if hopper else {}
+    more = [replace(plans[cut], stages=stages) for cut, stages in deep.items()]
+    yield from dict.fromkeys([*plans.values(), *more])
 
 
 def _kind(weight: Weight, fp8: bool) -> Kind:

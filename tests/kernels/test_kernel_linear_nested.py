@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -13,7 +14,7 @@ from deepinfer.deploy.validate import nested_cases as cases
 from deepinfer.deploy.validate.accuracy import Accuracy
 from deepinfer.kernels import linear, nested
 from deepinfer.kernels.linear import F16Weight, NestedWeight, Plan
-from deepinfer.kernels.linear_plans import f16_spec, nested_spec
+from deepinfer.kernels.linear_plans import HOPPER_TARGET, f16_spec, nested_spec
 from kernels.simt.build import COMPILER, emulator
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -122,15 +123,17 @@ def test_bad_input_is_refused_by_name() -> None:
         linear.linear_norm(out, half(1, 1024), wide, plan=Plan(1, 8, 2, 1))
 
 
-def test_plans_are_among_the_specs_and_sum_as_plain_weights_do() -> None:
-    known = set(linear.specs())
+@pytest.mark.parametrize("hopper", [False, True])
+def test_plans_are_among_the_specs_and_sum_as_plain_weights_do(hopper: bool) -> None:
+    known = set(linear.specs_for(HOPPER_TARGET if hopper else "sm_86"))
+    plan_for = functools.partial(linear.plan_for, sm_count=132, hopper=hopper)
     for n, k in ((576, 576), (2560, 2048), (2048, 11008), (151936, 2048)):
         plane = torch.empty(n, k, dtype=torch.uint8)
         weight = NestedWeight(plane, plane)
         plain = F16Weight(torch.empty(n, k, dtype=torch.float16))
         for m in (1, 8, 9, 16):
-            plans = [linear.plan_for(each, m, 132) for each in (plain, weight)]
+            plans = [plan_for(each, m) for each in (plain, weight)]
             assert plans[0].warps == plans[1].warps
             assert f16_spec(plans[0]) in known
             assert nested_spec(False, plans[1]) in known
-            assert nested_spec(True, linear.plan_for(weight, m, 132, fp8=True)) in known
+            assert nested_spec(True, plan_for(weight, m, fp8=True)) in known
