@@ -73,18 +73,21 @@ DEV void row_scales(const Finish& f, float* rstd, i32 m0, i32 M, float share) {
 template <int ROWS, int COLUMNS, int THREADS, class Sum>
 DEV void finish(const Finish& f, const Sum& sum, const float* rstd, i32 m0, i32 n0, i32 M, i32 N) {
   if (f.epilogue == SWIGLU) {
+#pragma unroll 4
     for (int e = threadIdx.x; e < ROWS / 2 * COLUMNS; e += THREADS) {
       const int unit = e % 8, tile = e / 8 % (ROWS / 16), column = e / (ROWS / 2);
       const int m = m0 + column, n = n0 + 16 * tile + unit;
-      if (m >= M || n >= N) continue;
+      const bool valid = m < M && n < N;
       float gate = sum(16 * tile + unit, column) * rstd[column];
       float up = sum(16 * tile + unit + 8, column) * rstd[column];
-      if (f.bias) {
+      if (f.bias && valid) {
         gate += f.bias[n];
         up += f.bias[n + 8];
       }
-      static_cast<__half*>(f.out)[static_cast<i64>(m) * (N / 2) + (n0 / 2 + 8 * tile + unit)] =
-          saturate_half(silu(gate) * up);
+      const __half result = saturate_half(silu(gate) * up);
+      if (valid)
+        static_cast<__half*>(f.out)[static_cast<i64>(m) * (N / 2) + (n0 / 2 + 8 * tile + unit)] =
+            result;
     }
     return;
   }
