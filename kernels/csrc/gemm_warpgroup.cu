@@ -155,7 +155,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   }
   __syncthreads();
   if (warp >= 4 * WGS) {
-    if (LARGE) registers_at_most<40>();
+    if (LARGE) registers_at_most<56>();
     const int thread = threadIdx.x - MULTIPLIERS;
     if (thread < COPIERS) {
       copy_weights<C, F, STEP, STAGES>(weights, work, shared, full, empty, thread, N, K);
@@ -167,7 +167,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
     cp_async_wait<0>();
     return;
   }
-  if (LARGE) registers_at_least<232>();
+  if (LARGE) registers_at_least<224>();
 
   float acc[COLUMNS / 2];
   u32 a[4][4] = {};
