@@ -143,6 +143,7 @@ MUTANTS = (
         "now_ms - held.named_ms >= self._config.prefetch_keep_ms",
         "now_ms < held.named_ms",
         "what nobody names any more stays in a worker's memory",
+        "prefetched_and_forgotten",
     ),
     Mutant(
         "claimed_payload_ahead_outlives_its_run",
