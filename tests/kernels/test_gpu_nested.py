@@ -117,13 +117,13 @@ def test_fp16_mode_gives_the_bits_of_the_plain_model(tied: bool, captured: bool)
 
 def test_every_level_computes_its_layers_in_fp8() -> None:
     config = replace(QWEN2, tied_embeddings=False)
-    levels = PrecisionLevels(2, 3)
-    runner = nested_runner(config, levels=3, rows=32, sequences=2)
-    assert runner.levels == 3
+    levels = PrecisionLevels(2, 4)
+    runner = nested_runner(config, levels=4, rows=32, sequences=2)
+    assert runner.levels == 4
     runner.capture()
     a = ids(30, 1)
     found = []
-    for level in range(3):
+    for level in range(4):
         wanted = rounded(config, levels, level).logits(a)
         logits = [runner.forward([step(a, 0, 28, (3, 9))], level).clone()]
         logits += [runner.forward([step(a, at, at + 1, (3, 9))], level).clone() for at in (28, 29)]

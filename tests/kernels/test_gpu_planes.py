@@ -219,7 +219,9 @@ def test_costs_are_those_of_steps_at_each_level() -> None:
     assert len(costs) == 4
     assert costs[0].rows == (1, 2, 4, 8, 16)
     assert costs[0].us == tuple(pytest.approx(100 + rows) for rows in costs[0].rows)
-    for cost, share in zip(costs, (0, 1 / 3, 2 / 3, 1), strict=True):
+    parts = [each.rows * each.columns for each in linears(runner.decoder.weights)]
+    layers = sum(parts) / (sum(parts) + 96 * 64)  # the rest is the head
+    for cost, share in zip(costs, (0, 2 / 3 * layers, layers, 1), strict=True):
         assert cost.predict(20, 0) == pytest.approx(120 * (1 - share / 2))
         assert cost.us_per_context_token == pytest.approx(0.01 * (1 - share / 2))
     assert torch.equal(runner.pool.storage[:BLOCKS], before)

@@ -9,9 +9,10 @@ from typing import Final
 import torch
 
 from deepinfer.kvstore.core.precision import StepCost
+from deepinfer.workers.gpu.decoder import GpuDecoder
 from deepinfer.workers.gpu.graphs import ROW_BUCKETS
 from deepinfer.workers.gpu.runner import GpuRunner
-from deepinfer.workers.model.levels import PrecisionLevels
+from deepinfer.workers.gpu.weights import linears
 from deepinfer.workers.model.runner import SequenceSlice
 
 LIMIT_S: Final = 1.5
@@ -35,9 +36,9 @@ def measure_costs(
     """Time steps of up to all rows at the first and the last level; () for a model with one.
 
     Steps write KV into the runner's spare blocks only. Levels between the two are taken to cost
-    what their share of layers in FP8 says.
+    what their share of weights in FP8 says.
     """
-    levels, ends = runner.decoder.levels, (0, runner.levels - 1)
+    ends = (0, runner.levels - 1)
     if runner.levels == 1 or runner.level_min > 0 or not runner.spares:
         return ()
     clock = timer or on_card_s
@@ -70,7 +71,7 @@ def measure_costs(
         more = step_us(with_context, level) - us[level][at]
         costs.append(StepCost(tuple(rows), tuple(us[level]), max(0.0, more) / max(1, tokens)))
     runner.forget()
-    return _between(costs[0], costs[1], levels)
+    return _between(costs[0], costs[1], runner.decoder)
 
 
 def _steps(runner: GpuRunner) -> Iterator[list[SequenceSlice]]:
@@ -110,13 +111,17 @@ def _with_context(runner: GpuRunner, rows: int) -> list[SequenceSlice]:
     ]
 
 
-def _between(first: StepCost, last: StepCost, levels: PrecisionLevels) -> tuple[StepCost, ...]:
+def _between(first: StepCost, last: StepCost, decoder: GpuDecoder) -> tuple[StepCost, ...]:
+    head = decoder.weights.head
+    layers = sum(each.rows * each.columns for each in linears(decoder.weights))
+    whole = layers + head.rows * head.columns
+
     def mix(low: float, high: float, share: float) -> float:
         return low + share * (high - low)
 
     costs = [first]
-    for level in range(1, levels.last):
-        share = levels.in_fp8(level) / levels.layers
+    for level in range(1, decoder.levels.last):
+        share = decoder.levels.in_fp8(level) / decoder.levels.layers * layers / whole
         us = tuple(mix(low, high, share) for low, high in zip(first.us, last.us, strict=True))
         context = mix(first.us_per_context_token, last.us_per_context_token, share)
         costs.append(StepCost(first.rows, us, context))

@@ -234,6 +234,7 @@ def open_gpu(
         kv=layout.payload_bytes(blocks),
     )
     runner.costs = measure_costs(runner)
+    buffers.saturations.zero_()  # so far nobody's K or V
     notes = [
         f"{card.name} (SM{card.capability[0]}{card.capability[1]}): {blocks:,} KV blocks of "
         f"{layout.block_size} tokens, {captured} graphs in {captured_s:.1f} s, kernels compiled "

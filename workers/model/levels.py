@@ -17,9 +17,10 @@ LEVELS_MAX: Final = 6
 class PrecisionLevels:
     """``count`` levels of a model of ``layers``: 0 is FP16, the last one FP8 with the LM head.
 
-    Between them the first layers of ``order`` are in FP8: the least sensitive first. Every layer is
-    named in it once; empty: from the middle of the model outwards. A model that is not nested has
-    one level.
+    Between them the first layers of ``order`` are in FP8, the least sensitive first; the last but
+    one has all of them, but not the head, which may cost as much quality as they do. Every layer
+    is named in the order once; empty: from the middle of the model outwards. A model that is not
+    nested has one level.
 
     Raises:
         ValueError: names the field, its value and what is allowed.
@@ -48,7 +49,10 @@ class PrecisionLevels:
     def in_fp8(self, level: int) -> int:
         """How many layers compute in FP8."""
         self.check(level)
-        return 0 if self.count == 1 else (2 * level * self.layers + self.last) // (2 * self.last)
+        if level == 0:
+            return 0
+        steps = max(1, self.last - 1)
+        return min(self.layers, (2 * level * self.layers + steps) // (2 * steps))
 
     def fp8_layers(self, level: int) -> tuple[bool, ...]:
         """For each layer whether it computes in FP8. Raises ValueError for an unknown level."""
