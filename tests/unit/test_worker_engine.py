@@ -29,11 +29,14 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.steps_at: list[int] = []
+        self.announced: list[int | None] = []
+        self.moved: list[tuple[int, int]] = []
 
     def forward(
         self, slices: Sequence[SequenceSlice], level: int = 0, next_level: int | None = None
     ) -> torch.Tensor:
         self.steps_at.append(level)
+        self.announced.append(next_level)
         lasts = [part.token_ids[-1] for part in slices if part.logits]
         if 7 in lasts:
             raise RuntimeError("an illegal memory access")
@@ -48,6 +51,9 @@ class FakeRunner:
         self, slices: Sequence[SequenceSlice], rows: Sequence[range], visit: Visit, level: int = 0
     ) -> torch.Tensor:
         raise AssertionError("nobody here asks for the prompt's log-probabilities")
+
+    def move_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.moved += pairs
 
 
 def chunk(
@@ -76,10 +82,19 @@ def step(*chunks: Chunk) -> StepDone:
 def test_a_step_runs_at_the_level_of_its_plan() -> None:
     runner = FakeRunner()
     engine = Engine(runner)
-    for number, level in enumerate((0, 1, 0)):
-        engine.run(StepPlan(number, (chunk("a", 1),), level))
+    for number, (level, coming) in enumerate(((0, 1), (1, 1), (0, None))):
+        engine.run(StepPlan(number, (chunk("a", 1),), level, next_level=coming))
     assert runner.steps_at == [0, 1, 0]
+    assert runner.announced == [1, 1, None]
     assert engine.levels == 2
+
+
+def test_blocks_move_where_nothing_is_computed_too() -> None:
+    runner = FakeRunner()
+    done = Engine(runner).run(StepPlan(3, (), moves=((4, 1), (5, 2))))
+    assert runner.moved == [(4, 1), (5, 2)]
+    assert runner.steps_at == []
+    assert done.outputs == ()
 
 
 def test_only_chunks_that_sample_get_tokens() -> None:
