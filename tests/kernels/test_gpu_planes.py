@@ -31,7 +31,7 @@ from support.gpu_runner import Shelf, cpu_runner, emulated_gpu
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 QWEN2 = ModelConfig(
-    family="qwen2", vocab_size=96, hidden_size=64, intermediate_size=48, layers=2, heads=2,
+    family="qwen2", vocab_size=96, hidden_size=64, intermediate_size=48, layers=1, heads=2,
     kv_heads=1, head_dim=64, max_positions=512, rms_eps=1e-6, rope_theta=1e4,
     tied_embeddings=True, qkv_bias=True,
 )  # fmt: skip
