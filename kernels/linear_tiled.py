@@ -89,7 +89,7 @@ def tiled_spec(kind: Kind, plan: TiledPlan, *, group: int = 128) -> KernelSpec:
     """The kernel of a plan; ``group``: columns that share a scale of 4-bit weights."""
     stage = plan.step_warps * (plan.rows * _BLOCK_BYTES[kind] + plan.columns * 2 * _BLOCK[kind])
     stages = min(8, _SHARED_BYTES[plan.resident] // stage)
-    sums = -(-plan.rows * (plan.columns + 1) * 4 // 16) * 16
+    sums = plan.columns * (plan.rows + 4) * 4
     # Chunks of 32 that share a scale; a group of 64 reads its scale twice.
     leading = {"f16": "", "w4": f"{4 if group >= 128 else 1}, ", "nested": "0, "}.get(kind, "1, ")
     cut = (

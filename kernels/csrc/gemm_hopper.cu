@@ -2,8 +2,8 @@
 //
 // A CTA has 128 rows of W and NW NB rows of X; each of its two warpgroups has 64 rows of W, which
 // it decodes into registers, and all rows of X, which products read from shared memory. So every
-// weight is decoded once for NW NB rows of X. While the products of a step run, the next step's
-// weights are decoded.
+// weight is decoded once for NW NB rows of X. A warpgroup waits for its products before it does anything
+// else (ptxas would put other values into registers that they still read); meanwhile others decode.
 //
 // The pieces of a row of W are turned in shared memory, so that the reads of a fragment (two bytes
 // of a plane, or a pair of halves, by each lane) fall into different banks.
@@ -29,7 +29,7 @@ constexpr int WIDE_ROWS = 128, WIDE_THREADS = 256;
 template <class F, int NW, int NB, int STAGES>
 DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                      i32 K, float* workspace, i32* tickets, u8* shared) {
-  constexpr int COLUMNS = NW * NB, PITCH = COLUMNS + 1, PLANES = F::PLANES, STEP = F::STEP;
+  constexpr int COLUMNS = NW * NB, PITCH = finish_pitch(WIDE_ROWS), PLANES = F::PLANES, STEP = F::STEP;
   constexpr int X_TILE = COLUMNS * 128, X_BYTES = STEP / 64 * X_TILE;  // a tile is 64 k
   constexpr int ROW = F::ROW_BYTES, PLANE = WIDE_ROWS * ROW, PIECES = ROW / 16;
   constexpr int STAGE = X_BYTES + PLANES * PLANE;
@@ -63,8 +63,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
   };
 
   launch_dependents();
-  // The stage of the step before last is free: its products are over in both warpgroups.
-  constexpr int AHEAD = STAGES - 2;
+  constexpr int AHEAD = STAGES - 1;  // after a barrier the stage of the step before is free
 #pragma unroll
   for (int stage = 0; stage < AHEAD; ++stage)
     if (begin + stage < end) fetch_w(shared + stage * STAGE, begin + stage);
@@ -78,7 +77,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     if (begin + stage < end) fetch_x(shared + stage * STAGE, begin + stage);
     cp_async_commit();
   }
-  row_scales<COLUMNS, WIDE_THREADS / 32>(f, rstd, m0, M, 1.f / K);
+  tile_scales<COLUMNS, WIDE_THREADS / 32>(f, rstd, m0, M, 1.f / K);
 
   float acc[NB][NW / 2];
 #pragma unroll
@@ -87,8 +86,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     for (int i = 0; i < NW / 2; ++i) acc[b][i] = 0.f;
   typename F::Scales scales;
   weights.load(scales, n0 + 16 * warp + g, begin * STEP);
-  u32 a[4][4] = {};
-  int slot = 0, ahead = AHEAD % STAGES;
+  int slot = 0, ahead = AHEAD;
   for (int step = begin; step < end; ++step) {
     cp_async_wait<AHEAD - 1>();
     fence_shared_for_wgmma();
@@ -107,22 +105,17 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     const u8* const rows = stage + X_BYTES + (16 * warp + g) * ROW;
 #pragma unroll
     for (int tile = 0; tile < STEP / 64; ++tile) {
-      u32 next[4][4];
+      u32 a[4][4];
 #pragma unroll
-      for (int unit = 0; unit < 4; ++unit)
+      for (int unit = 0; unit < 4; ++unit) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           F::template fragment<PLANE>(rows + 8 * half * ROW, F::turn(g), factors, now,
-                                      4 * tile + unit, half, t, next[unit]);
-#pragma unroll
-      for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
-#pragma unroll
-      for (int unit = 0; unit < 4; ++unit) {
-        wgmma_hold(a[unit]);  // nothing else was in these registers until here
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[unit][i] = next[unit][i];
+                                      4 * tile + unit, half, t, a[unit]);
         wgmma_hold(a[unit]);
       }
+#pragma unroll
+      for (int b = 0; b < NB; ++b) wgmma_hold(acc[b]);
       wgmma_fence();
 #pragma unroll
       for (int unit = 0; unit < 4; ++unit)
@@ -132,12 +125,10 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
                             wgmma_tile(stage + tile * X_TILE + b * (NW * 128) + 32 * unit, 16,
                                        1024));
       wgmma_commit();
+#pragma unroll
+      for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
     }
   }
-#pragma unroll
-  for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
-#pragma unroll
-  for (int unit = 0; unit < 4; ++unit) wgmma_hold(a[unit]);
   cp_async_wait<0>();
   __syncthreads();
 
@@ -150,7 +141,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
 #pragma unroll
     for (int v = 0; v < 4; ++v) {
       const int row = 16 * warp + g + 8 * (v / 2);
-      sums[row * PITCH + 8 * j + 2 * t + v % 2] = own[0][j][v] * (F::UNIT * row_scale[row]);
+      sums[(8 * j + 2 * t + v % 2) * PITCH + row] = own[0][j][v] * (F::UNIT * row_scale[row]);
     }
   __syncthreads();
   finish_sums<WIDE_ROWS, COLUMNS, WIDE_THREADS>(weights, x, f, sums, rstd, m0, n0, M, N, K);

@@ -31,7 +31,7 @@
 //   extra(row, x)                   what is added to them after that, for this row of X
 //   extras(row, end)                whether any of these rows has something to add
 #pragma once
-#include "gemm.cuh"
+#include "gemm_finish.cuh"
 
 // Leaves this split's sums in the workspace. In the CTA that comes last true, and `sums` is that of
 // all splits, added in their order.
@@ -55,6 +55,8 @@ DEV bool merge(float (&sums)[MT][NT][4], float* workspace, i32* tickets) {
   __syncthreads();
   if (!last) return false;
   clear(sums);
+  constexpr int AT_ONCE = MT * NT > 8 ? 1 : 2;  // as many loads as registers allow
+#pragma unroll AT_ONCE
   for (int split = 0; split < splits; ++split)
 #pragma unroll
     for (int i = 0; i < MT; ++i)
@@ -67,22 +69,20 @@ DEV bool merge(float (&sums)[MT][NT][4], float* workspace, i32* tickets) {
   return true;
 }
 
-// What is left to do with the sums [ROWS][COLUMNS + 1] of a tile, in shared memory.
+// What is left to do with the sums of a tile, in shared memory.
 template <int ROWS, int COLUMNS, int THREADS, class F>
 DEV void finish_sums(const F& weights, const __half* x, const Finish& f, float* sums,
                      const float* rstd, i32 m0, i32 n0, i32 M, i32 N, i32 K) {
-  constexpr int PITCH = COLUMNS + 1;
   if (weights.extras(n0, min(n0 + ROWS, N))) {
     for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) {
-      const int row = e / COLUMNS, column = e % COLUMNS;
+      const int row = e % ROWS, column = e / ROWS;
       if (n0 + row < N && m0 + column < M)
-        sums[row * PITCH + column] +=
+        sums[column * finish_pitch(ROWS) + row] +=
             weights.extra(n0 + row, x + static_cast<i64>(m0 + column) * K);
     }
     __syncthreads();
   }
-  const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
-  finish<ROWS, COLUMNS, THREADS>(f, sum, rstd, m0, n0, M, N);
+  finish_tile<ROWS, COLUMNS, THREADS>(f, sums, rstd, m0, n0, M, N);
 }
 
 // Grid: x over blocks of 8 NT WC rows of X, y over 16 MT WR rows of W, z over splits of K.
@@ -92,7 +92,7 @@ template <class F, int NT, int MT, int WR, int WC, int WK, int STAGES>
 DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                     i32 K, float* workspace, i32* tickets, uint4* shared) {
   constexpr int WARPS = WR * WC * WK, THREADS = 32 * WARPS, PLANES = F::PLANES;
-  constexpr int ROWS = 16 * MT * WR, COLUMNS = 8 * NT * WC, PITCH = COLUMNS + 1, OWN = MT / WK;
+  constexpr int ROWS = 16 * MT * WR, COLUMNS = 8 * NT * WC, PITCH = finish_pitch(ROWS), OWN = MT / WK;
   constexpr int STEP = F::BLOCK * WK, UNITS = F::BLOCK / 32;
   // Of a row and step in each array, of a row of X; and the rows that all threads copy at once.
   constexpr int W_ROW = F::PIECES * WK, X_ROW = STEP / 8, X_BLOCK = F::BLOCK / 8;
@@ -186,7 +186,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
     if (begin + stage < end) fetch_x(shared + stage * STAGE);
     cp_async_commit();
   }
-  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, 1.f / K);
+  tile_scales<COLUMNS, WARPS>(f, rstd, m0, M, 1.f / K);
 
   float acc[MT][NT][4];
   clear(acc);
@@ -325,7 +325,7 @@ DEV void tiled_gemm(const F& weights, const __half* __restrict__ x, const Finish
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
         const int row = 16 * (MT * wr + OWN * wk + i) + g + 8 * (v / 2);
-        sums[row * PITCH + 8 * (NT * wc + j) + 2 * t + v % 2] = own[i][j][v] * (F::UNIT * row_scale[row]);
+        sums[(8 * (NT * wc + j) + 2 * t + v % 2) * PITCH + row] = own[i][j][v] * (F::UNIT * row_scale[row]);
       }
   __syncthreads();
   finish_sums<ROWS, COLUMNS, THREADS>(weights, x, f, sums, rstd, m0, n0, M, N, K);

@@ -21,7 +21,7 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 SHARED_K = TiledPlan(2, 2, 1, step_warps=2, splits=2)
 """The warps of a CTA share K, and so do CTAs."""
-SPREAD = TiledPlan(1, 1, 2, column_warps=2, splits=3)
+SPREAD = TiledPlan(2, 1, 2, column_warps=2, splits=3)
 
 
 def specs() -> Iterator[KernelSpec]:

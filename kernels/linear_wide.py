@@ -1,0 +1,75 @@
+"""How launches of many rows by Hopper's warpgroup products are cut (``csrc/gemm_hopper.cu``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from deepinfer.kernels.compiler import KernelSpec
+from deepinfer.kernels.linear_tiled import Kind
+
+_THREADS: Final = 256
+_ROWS: Final = 128
+"""Rows of a weight that a CTA has."""
+_STEP: Final[dict[Kind, int]] = {"f16": 64, "w4": 128, "nested": 64, "nested fp8": 64}
+_ROW_BYTES: Final[dict[Kind, int]] = {"f16": 128, "w4": 64, "nested": 128, "nested fp8": 64}
+"""Columns of a weight that are copied at once, and their bytes."""
+_PRODUCT: Final = 128
+"""Rows of x of one product, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class WidePlan:
+    """A launch on sm_90a: ``columns`` rows of x a CTA (32, 64, 128 or 256), ``stages`` steps of K
+    in shared memory, ``resident`` CTAs an SM; ``splits`` of them share K (more than one needs a
+    ``Workspace``)."""
+
+    columns: int
+    stages: int
+    resident: int
+    splits: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of W a CTA."""
+        return _ROWS
+
+    def blocks(self, n: int, m: int) -> int:
+        """CTAs for one split of a weight of ``n`` rows times ``m`` rows of x."""
+        return -(-n // _ROWS) * -(-m // self.columns)
+
+
+_PLANS: Final = (WidePlan(32, 4, 2), WidePlan(64, 4, 2), WidePlan(128, 3, 2))
+_W4_PLANS: Final = (WidePlan(32, 6, 2), WidePlan(64, 8, 1), WidePlan(128, 5, 1))
+
+
+def wide_plan(kind: Kind, n: int, k: int, m: int, sm_count: int, *, split: bool = True) -> WidePlan:
+    """The measured best cut of a weight ``[n, k]`` times ``m`` rows; ``split``: K may be shared."""
+    plans = _W4_PLANS if kind == "w4" else _PLANS
+    plan = next((each for each in plans if m <= each.columns), plans[-1])
+    blocks = plan.blocks(n, m)
+    most = k // (2 * _STEP[kind])
+    splits = max(1, min(plan.resident * sm_count // blocks, most)) if split else 1
+    return replace(plan, splits=splits)
+
+
+def wide_spec(kind: Kind, plan: WidePlan, *, group: int = 128) -> KernelSpec:
+    """The kernel of a plan; ``group``: columns that share a scale of 4-bit weights."""
+    stage = plan.columns * 2 * _STEP[kind] + _ROWS * _ROW_BYTES[kind]
+    sums = plan.columns * (_ROWS + 4) * 4
+    leading = {"f16": "", "w4": f"{4 if group >= 128 else 1}, ", "nested": "0, "}.get(kind, "1, ")
+    each = min(plan.columns, _PRODUCT)
+    cut = f"{leading}{each}, {plan.columns // each}, {plan.stages}, {plan.resident}"
+    name = f"linear_{kind.split()[0]}_hopper<{cut}>"
+    return KernelSpec("gemm_hopper.cu", name, _THREADS, max(plan.stages * stage, sums), True)
+
+
+def wide_specs() -> Iterator[KernelSpec]:
+    """The kernels of all plans of ``wide_plan``."""
+    for plan in _PLANS:
+        for kind in ("f16", "nested", "nested fp8"):
+            yield wide_spec(kind, plan)
+    for plan in _W4_PLANS:
+        for group in (32, 128):
+            yield wide_spec("w4", plan, group=group)
