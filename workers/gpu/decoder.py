@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import KvView, paged_decode
 from deepinfer.kernels.linear import (
+    ROWS_MAX,
     F16Weight,
     NestedWeight,
     Weight,
@@ -257,11 +258,12 @@ class GpuDecoder:
         """Logits of rows that went through the final norm: a part of ``buffers.logits``."""
         rows = normed.shape[0]
         out, head = self.buffers.logits[:rows], self.weights.head
-        fp8, most = _mode(head, self.levels.fp8_head(level)), max_rows(head)
-        if isinstance(head, F16Weight) and rows > most:
+        if isinstance(head, F16Weight) and rows > max_rows(head):
             multiply_into_float32(out, normed, head.weight)
             return out
-        for part, into in zip(torch.split(normed, most), torch.split(out, most), strict=True):
+        fp8 = _mode(head, self.levels.fp8_head(level))
+        parts = zip(torch.split(normed, ROWS_MAX), torch.split(out, ROWS_MAX), strict=True)
+        for part, into in parts:
             linear_logits(into, part, head, fp8=fp8, workspace=self.buffers.linear)
         return out
 
