@@ -11,8 +11,7 @@
 // How the weights are stored is the policy F:
 //   STEP                            k that are copied at once, a multiple of 64
 //   PLANES, ROW_BYTES               of a row and a step
-//   source(row, k, plane, piece)    where the 16 bytes of a plane, of the step at k, are
-//   within(k, piece)                whether they are within K
+//   plane(i), row_bytes()           where W is
 //   turn(row)                       what the pieces of a row are turned by (exclusive or)
 //   Factors, load(factors, row, N)  what a lane needs besides of rows row and row + 8
 //   Scales, load(scales, row, k)    the same, of the step at k
@@ -40,33 +39,75 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
   const int steps = (K + STEP - 1) / STEP, split = blockIdx.z, splits = gridDim.z;
   const int begin = steps * split / splits, end = steps * (split + 1) / splits;
 
-  auto fetch_w = [&](u8* stage, int step) {
+  // What this thread copies: a piece of every W_RUN-th row of W, of every X_RUN-th of X. Rows beyond
+  // N are never copied, and rows of X beyond M stay zero.
+  constexpr int W_RUN = WIDE_THREADS / PIECES, X_PIECES = STEP / 8, X_RUN = WIDE_THREADS / X_PIECES;
+  static_assert(W_RUN % 8 == 0 && X_RUN % 8 == 0 && COLUMNS % X_RUN == 0, "turned alike");
+  const int w_row = threadIdx.x / PIECES, w_piece = threadIdx.x % PIECES;
+  const int x_row = threadIdx.x / X_PIECES, x_piece = threadIdx.x % X_PIECES;
+  const int w_rows = N - n0 - w_row, x_rows = M - m0 - x_row;
+  const i64 w_bytes = weights.row_bytes();
+  const i64 w_from = (n0 + w_row) * w_bytes + begin * ROW + 16 * w_piece;
+  const u8* next_w[PLANES];
 #pragma unroll
-    for (int i = 0; i < PLANES * WIDE_ROWS * PIECES / WIDE_THREADS; ++i) {
-      const int e = threadIdx.x + i * WIDE_THREADS, piece = e % PIECES;
-      const int row = e / PIECES % WIDE_ROWS, plane = e / (PIECES * WIDE_ROWS);
-      const bool valid = n0 + row < N && weights.within(step * STEP, piece);
-      const u8* from = weights.source(n0 + row, step * STEP, plane, piece);
-      cp_async16_zfill(stage + X_BYTES + plane * PLANE + row * ROW + 16 * (piece ^ F::turn(row)),
-                       valid ? from : reinterpret_cast<const u8*>(x), valid ? 16 : 0);
-    }
+  for (int i = 0; i < PLANES; ++i) next_w[i] = weights.plane(i) + w_from;
+  const __half* next_x = x + static_cast<i64>(m0 + x_row) * K + begin * STEP + 8 * x_piece;
+  const i32 w_to = X_BYTES + w_row * ROW + 16 * (w_piece ^ F::turn(w_row));
+  const i32 x_to = x_piece / 8 * X_TILE + x_row * 128 + 16 * (x_piece % 8 ^ x_row % 8);
+  const i32 w_run = static_cast<i32>(W_RUN * w_bytes), x_run = X_RUN * K;
+  i32 left_w = static_cast<i32>(w_bytes) - begin * ROW - 16 * w_piece;  // of a row, in bytes
+  i32 left_x = K - begin * STEP - 8 * x_piece;
+  const bool whole_w = n0 + WIDE_ROWS <= N, whole_x = m0 + COLUMNS <= M;
+  auto fetch_w = [&](u8* stage) {
+    // Beyond K the end of the row comes again: finite numbers, which meet zeros of X.
+    const i32 back = left_w > 0 ? 0 : left_w - 16;
+    auto copy = [&](bool all) {
+#pragma unroll
+      for (int i = 0; i < PLANES; ++i)
+#pragma unroll
+        for (int r = 0; r < WIDE_ROWS; r += W_RUN)
+          if (all || r < w_rows)
+            cp_async16(stage + i * PLANE + r * ROW + w_to,
+                       next_w[i] + back + static_cast<i64>(r / W_RUN) * w_run);
+    };
+    if (whole_w)
+      copy(true);
+    else
+      copy(false);
+#pragma unroll
+    for (int i = 0; i < PLANES; ++i) next_w[i] += ROW;
+    left_w -= ROW;
   };
-  auto fetch_x = [&](u8* stage, int step) {
+  auto fetch_x = [&](u8* stage) {
+    const bool zero = left_x <= 0;
+    const __half* const from = zero ? next_x + left_x - 8 : next_x;  // the end of the row
+    auto copy = [&](bool all) {
 #pragma unroll
-    for (int i = 0; i < COLUMNS * STEP / 8 / WIDE_THREADS; ++i) {
-      const int e = threadIdx.x + i * WIDE_THREADS, row = e / (STEP / 8), piece = e % (STEP / 8);
-      const int m = m0 + row, k = step * STEP + 8 * piece;
-      const bool valid = m < M && k < K;
-      cp_async16_zfill(stage + piece / 8 * X_TILE + row * 128 + 16 * (piece % 8 ^ row % 8),
-                       valid ? x + static_cast<i64>(m) * K + k : x, valid ? 16 : 0);
-    }
+      for (int r = 0; r < COLUMNS; r += X_RUN)
+        if (all || r < x_rows)
+          cp_async16_or_zero(stage + r * 128 + x_to, from + static_cast<i64>(r / X_RUN) * x_run,
+                             zero);
+    };
+    if (whole_x)
+      copy(true);
+    else
+      copy(false);
+    next_x += STEP;
+    left_x -= STEP;
   };
 
   launch_dependents();
   constexpr int AHEAD = STAGES - 1;  // after a barrier the stage of the step before is free
 #pragma unroll
   for (int stage = 0; stage < AHEAD; ++stage)
-    if (begin + stage < end) fetch_w(shared + stage * STAGE, begin + stage);
+    if (begin + stage < end) fetch_w(shared + stage * STAGE);
+  if (!whole_x)
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage)
+#pragma unroll
+      for (int r = 0; r < COLUMNS; r += X_RUN)
+        if (r >= x_rows)
+          *reinterpret_cast<uint4*>(shared + stage * STAGE + r * 128 + x_to) = zero16();
   for (int row = threadIdx.x; row < WIDE_ROWS; row += WIDE_THREADS)
     row_scale[row] = n0 + row < N ? weights.row_scale(n0 + row) : 1.f;
   typename F::Factors factors;
@@ -74,7 +115,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
   wait_for_inputs();
 #pragma unroll
   for (int stage = 0; stage < AHEAD; ++stage) {
-    if (begin + stage < end) fetch_x(shared + stage * STAGE, begin + stage);
+    if (begin + stage < end) fetch_x(shared + stage * STAGE);
     cp_async_commit();
   }
   tile_scales<COLUMNS, WIDE_THREADS / 32>(f, rstd, m0, M, 1.f / K);
@@ -93,8 +134,8 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     __syncthreads();
     u8* const stage = shared + slot * STAGE;
     if (step + AHEAD < end) {
-      fetch_w(shared + ahead * STAGE, step + AHEAD);
-      fetch_x(shared + ahead * STAGE, step + AHEAD);
+      fetch_w(shared + ahead * STAGE);
+      fetch_x(shared + ahead * STAGE);
     }
     cp_async_commit();
     slot = slot == STAGES - 1 ? 0 : slot + 1;
@@ -153,11 +194,11 @@ struct HopperF16 {
   const __half* weight;
   i32 K;
 
-  __device__ __forceinline__ const u8* source(i32 row, i32 k, int, int piece) const {
-    return reinterpret_cast<const u8*>(weight + static_cast<i64>(row) * K + k + 8 * piece);
+  __device__ __forceinline__ const u8* plane(int) const {
+    return reinterpret_cast<const u8*>(weight);
   }
 
-  __device__ __forceinline__ bool within(i32 k, int piece) const { return k + 8 * piece < K; }
+  __device__ __forceinline__ i64 row_bytes() const { return 2 * K; }
 
   struct Factors {};
   struct Scales {};
@@ -190,11 +231,9 @@ struct HopperNested : NestedRows {
                                           i32 K)
       : NestedRows(rows), upper(upper), lower(lower), K(K) {}
 
-  __device__ __forceinline__ const u8* source(i32 row, i32 k, int plane, int piece) const {
-    return (plane ? lower : upper) + static_cast<i64>(row) * K + k + 16 * piece;
-  }
+  __device__ __forceinline__ const u8* plane(int i) const { return i ? lower : upper; }
 
-  __device__ __forceinline__ bool within(i32 k, int piece) const { return k + 16 * piece < K; }
+  __device__ __forceinline__ i64 row_bytes() const { return K; }
 
   __device__ __forceinline__ static int turn(int row) { return row / 2 % 4; }
 
@@ -262,12 +301,11 @@ struct HopperW4 {
   const u8* zeros;
   i32 group_shift, N, K;
 
-  __device__ __forceinline__ const u8* source(i32 row, i32 k, int, int piece) const {
-    return reinterpret_cast<const u8*>(codes + static_cast<i64>(row) * ((K + 127) / 128 * 16) +
-                                       k / 8 + 4 * piece);
+  __device__ __forceinline__ const u8* plane(int) const {
+    return reinterpret_cast<const u8*>(codes);
   }
 
-  __device__ __forceinline__ bool within(i32 k, int) const { return k < K; }
+  __device__ __forceinline__ i64 row_bytes() const { return (K + 127) / 128 * 64; }
 
   __device__ __forceinline__ static void load(Factors&, i32, i32) {}
 
