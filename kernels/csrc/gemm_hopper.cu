@@ -15,6 +15,7 @@
 //   turn(row)                       what the pieces of a row are turned by (exclusive or)
 //   Factors, load(factors, row, N)  what a lane needs besides of rows row and row + 8
 //   Scales, load(scales, row, k)    the same, of the step at k
+//   GROUP, scale(scales, group, half)   chunks of 32 k that share a scale (0: no scales), and that
 //   fragment(row, turned, factors, scales, unit, half, t, a)   the A operand of 16 k, of row g
 //                                   (half 0) or g + 8 (1)
 //   and what finishes rows, as in gemm_shared.cuh
@@ -30,6 +31,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
                      i32 K, float* workspace, i32* tickets, u8* shared) {
   constexpr int COLUMNS = NW * NB, PITCH = finish_pitch(WIDE_ROWS), PLANES = F::PLANES, STEP = F::STEP;
   constexpr int X_TILE = COLUMNS * 128, X_BYTES = STEP / 64 * X_TILE;  // a tile is 64 k
+  constexpr bool SCALED = F::GROUP > 0;
   constexpr int ROW = F::ROW_BYTES, PLANE = WIDE_ROWS * ROW, PIECES = ROW / 16;
   constexpr int STAGE = X_BYTES + PLANES * PLANE;
   static_assert(STAGE % 1024 == 0, "operand tiles are at multiples of 1024 bytes");
@@ -144,30 +146,59 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     if (step + 1 < end) weights.load(scales, n0 + 16 * warp + g, (step + 1) * STEP);
 
     const u8* const rows = stage + X_BYTES + (16 * warp + g) * ROW;
+    // Products are started and waited for UNITS chunks of 16 k at a time; with scales a group at a
+    // time, into sums of its own.
+    constexpr int UNITS = F::GROUP == 1 ? 2 : 4;
+    float group[NB][SCALED ? NW / 2 : 1];
 #pragma unroll
-    for (int tile = 0; tile < STEP / 64; ++tile) {
-      u32 a[4][4];
+    for (int first = 0; first < STEP / 16; first += UNITS) {
+      u32 a[UNITS][4];
 #pragma unroll
-      for (int unit = 0; unit < 4; ++unit) {
+      for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          F::template fragment<PLANE>(rows + 8 * half * ROW, F::turn(g), factors, now,
-                                      4 * tile + unit, half, t, a[unit]);
+          F::template fragment<PLANE>(rows + 8 * half * ROW, F::turn(g), factors, now, first + unit,
+                                      half, t, a[unit]);
         wgmma_hold(a[unit]);
       }
 #pragma unroll
-      for (int b = 0; b < NB; ++b) wgmma_hold(acc[b]);
+      for (int b = 0; b < NB; ++b) {
+        if constexpr (SCALED) {
+          if (first % (2 * F::GROUP) == 0)
+#pragma unroll
+            for (int i = 0; i < NW / 2; ++i) group[b][i] = 0.f;
+          wgmma_hold(group[b]);
+        } else {
+          wgmma_hold(acc[b]);
+        }
+      }
       wgmma_fence();
 #pragma unroll
-      for (int unit = 0; unit < 4; ++unit)
+      for (int unit = 0; unit < UNITS; ++unit)
 #pragma unroll
-        for (int b = 0; b < NB; ++b)
-          wgmma_registers_k(acc[b], a[unit],
-                            wgmma_tile(stage + tile * X_TILE + b * (NW * 128) + 32 * unit, 16,
-                                       1024));
+        for (int b = 0; b < NB; ++b) {
+          const int chunk = first + unit;
+          const u64 tile =
+              wgmma_tile(stage + chunk / 4 * X_TILE + b * (NW * 128) + 32 * (chunk % 4), 16, 1024);
+          if constexpr (SCALED)
+            wgmma_registers_k(group[b], a[unit], tile);
+          else
+            wgmma_registers_k(acc[b], a[unit], tile);
+        }
       wgmma_commit();
 #pragma unroll
-      for (int b = 0; b < NB; ++b) wgmma_wait<0>(acc[b]);
+      for (int b = 0; b < NB; ++b) {
+        if constexpr (SCALED) {
+          wgmma_wait<0>(group[b]);
+          if ((first + UNITS) % (2 * F::GROUP) == 0)
+#pragma unroll
+            for (int i = 0; i < NW / 2; ++i)
+              acc[b][i] = fmaf(F::scale(now, first / (2 * F::GROUP), i / 2 % 2), group[b][i],
+                               acc[b][i]);
+        } else {
+          wgmma_wait<0>(acc[b]);
+        }
+      }
     }
   }
   cp_async_wait<0>();
@@ -189,7 +220,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
 }
 
 struct HopperF16 {
-  static constexpr int STEP = 64, PLANES = 1, ROW_BYTES = 2 * STEP;
+  static constexpr int GROUP = 0, STEP = 64, PLANES = 1, ROW_BYTES = 2 * STEP;
   static constexpr float UNIT = 1.f;
   const __half* weight;
   i32 K;
@@ -222,7 +253,7 @@ struct HopperF16 {
 
 template <int FP8>
 struct HopperNested : NestedRows {
-  static constexpr int STEP = 64, PLANES = FP8 ? 1 : 2, ROW_BYTES = STEP;
+  static constexpr int GROUP = 0, STEP = 64, PLANES = FP8 ? 1 : 2, ROW_BYTES = STEP;
   static constexpr float UNIT = FP8 ? UPPER_UNIT : 1.f;
   const u8 *upper, *lower;
   i32 K;
@@ -286,15 +317,18 @@ struct HopperNested : NestedRows {
   }
 };
 
-// Each weight is rounded to half once, as `expand_w4` rounds it. GROUP: chunks of 32 k that share a
-// scale in a step: 4 for groups of 128 or a larger power of two, 1 for groups of 32 and 64.
-template <int GROUP>
+// Products are of exact small integers, code - zero; scales multiply the FP32 sums of a group.
+// GROUP: chunks of 32 k that share a scale in a step: 4 for groups of 128 or a larger power of two,
+// 1 for groups of 32 and 64.
+template <int GROUP_>
 struct HopperW4 {
-  static constexpr int STEP = 128, PLANES = 1, ROW_BYTES = 64, GROUPS = 4 / GROUP;
+  static constexpr int GROUP = GROUP_, GROUPS = 4 / GROUP_;
+  static constexpr int STEP = 128, PLANES = 1, ROW_BYTES = 64;
   static constexpr float UNIT = 1.f;
   struct Factors {};
   struct Scales {
-    u32 scale[2][GROUPS], zero[2][GROUPS];  // pairs of halves: the scale, 1024 + the zero
+    u16 scale[2][GROUPS];
+    u32 zero[2][GROUPS];  // a pair of halves, 1024 + the zero
   };
   const u32* codes;
   const u16* scales;
@@ -317,9 +351,8 @@ struct HopperW4 {
         const i32 at = k + 32 * GROUP * i, n = row + 8 * half;
         const i32 place = n * (K >> group_shift) + (at >> group_shift);
         const bool valid = n < N && at < K;
-        const u32 scale = valid ? __ldg(scales + place) : 0u;
         const u32 zero = valid && zeros ? __ldg(zeros + place) : 8u;
-        found.scale[half][i] = scale * 0x00010001u;
+        found.scale[half][i] = valid ? __ldg(scales + place) : static_cast<u16>(0);
         found.zero[half][i] = zero * 0x00010001u + 0x64006400u;
       }
   }
@@ -337,10 +370,12 @@ struct HopperW4 {
       const int j = 2 * unit + i;
       const u32 word = *reinterpret_cast<const u32*>(row + 16 * (j % 4 ^ turned) + 4 * (j / 4));
       const u32 codes = lop3<0xEA>(word >> 4 * t, 0x000F000Fu, 0x64006400u);  // 1024 + code
-      const int group = unit / 2 / GROUP;
-      const __half2 steps = __hsub2(u2h(codes), u2h(scales.zero[half][group]));
-      a[2 * i + half] = h2u(__hmul2(steps, u2h(scales.scale[half][group])));
+      a[2 * i + half] = h2u(__hsub2(u2h(codes), u2h(scales.zero[half][unit / 2 / GROUP])));
     }
+  }
+
+  __device__ __forceinline__ static float scale(const Scales& scales, int group, int half) {
+    return __half2float(bits_half(scales.scale[half][group]));
   }
 
   __device__ __forceinline__ static float row_scale(i32) { return 1.f; }
