@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from deepinfer.kvstore.core.ids import NodeId, Seq, WorkerRef
@@ -99,7 +99,8 @@ class WorkerCore:
         Those of swaps have the names that they are exported under; the shell prefixes the others.
         Labels follow a name as they are exported.
         """
-        counts: dict[str, Any] = asdict(self._roster.counters)
+        counters = self._roster.counters
+        counts: dict[str, Any] = {f.name: getattr(counters, f.name) for f in fields(counters)}
         in_precisions = zip(Precision, counts.pop("tokens_in"), counts.pop("ms_in"), strict=True)
         if self.config.levels == 1:
             del counts["precision_switches"]
