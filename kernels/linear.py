@@ -52,6 +52,7 @@ from deepinfer.kernels.linear_weights import (
     pack_w4,
     unpack_w4,
 )
+from deepinfer.kernels.linear_wide import WidePlan
 from deepinfer.kernels.nested import NestedWeight
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "TiledPlan",
     "W4Weight",
     "Weight",
+    "WidePlan",
     "Workspace",
     "expand_nested",
     "expand_w4",

@@ -22,8 +22,9 @@ from deepinfer.kernels.linear_plans import (
     plan_for,
     w4_spec,
 )
-from deepinfer.kernels.linear_tiled import TiledPlan
+from deepinfer.kernels.linear_tiled import WORKSPACE_FLOATS, TiledPlan
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight, check_mode
+from deepinfer.kernels.linear_wide import WidePlan
 
 NORM, SWIGLU, RESIDUAL, LOGITS = range(4)
 """Epilogues, as in ``csrc/gemm.cuh``."""
@@ -43,7 +44,7 @@ class Workspace:
     def allocate(cls, device: torch.device | str) -> Workspace:
         """16 MiB and 1,024 tickets: enough for every plan of ``plan_for``."""
         return cls(
-            torch.empty(1 << 22, dtype=torch.float32, device=device),
+            torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
             torch.zeros(1024, dtype=torch.int32, device=device),
         )
 
@@ -140,7 +141,7 @@ def _kernel(
     ]
 
 
-def _check_workspace(workspace: Workspace | None, blocks: int, plan: TiledPlan) -> None:
+def _check_workspace(workspace: Workspace | None, blocks: int, plan: TiledPlan | WidePlan) -> None:
     floats = blocks * plan.splits * plan.rows * plan.columns
     if workspace is None:
         raise ValueError(f"plan splits K over {plan.splits} CTAs, which needs a workspace")

@@ -9,6 +9,7 @@ from typing import Final
 from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear_tiled import Kind, TiledPlan, tiled_plan, tiled_spec, tiled_specs
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight
+from deepinfer.kernels.linear_wide import WidePlan, wide_spec
 from deepinfer.kernels.nested import NestedWeight
 
 TILE_ROWS: Final = 16
@@ -33,7 +34,8 @@ _RESIDENT_WARPS: Final = 16
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A launch that streams W past X: 8 ``column_tiles`` rows of X a CTA, K over ``warps`` warps,
-    each with ``stages`` steps of W under way and ``held`` steps of X in registers (0: none)."""
+    each with ``stages`` steps of W under way and ``held`` steps of X in registers (0: none, -1:
+    none, but those of the steps of W are under way with them)."""
 
     column_tiles: int
     warps: int
@@ -45,7 +47,7 @@ class Plan:
         return min(tiles, sm_count * max(1, _RESIDENT_WARPS // self.warps))
 
 
-AnyPlan = Plan | TiledPlan
+AnyPlan = Plan | TiledPlan | WidePlan
 
 # By (length of K, column tiles). The warps, which are the order of the sums, are the
 # same for every column tile.
@@ -79,12 +81,18 @@ _STREAM_PLANS: Final[dict[Kind, dict[tuple[str, int], Plan]]] = {
     "nested": _F16_PLANS,  # the same warps, for the same order of sums
     "nested fp8": _FP8_PLANS,
 }
-_HOPPER_STAGES: Final[dict[Kind, dict[tuple[str, int], int]]] = {
-    "f16": {("middle", 1): 4, ("middle", 2): 4},
-    "nested": {("middle", 1): 4, ("middle", 2): 4},
-    "nested fp8": {("middle", 1): 4, ("middle", 2): 4},
+_HOPPER_PLANS: Final[dict[Kind, dict[tuple[str, int], Plan]]] = {
+    "f16": {
+        ("many", 1): Plan(1, 16, 4, 2),
+        ("many", 2): Plan(2, 16, 4, 2),
+        ("long", 2): Plan(2, 16, 3, -1),
+    },
+    "nested": {("many", 1): Plan(1, 16, 3, 2), ("many", 2): Plan(2, 16, 3, 2)},
+    "nested fp8": {("long", 2): Plan(2, 16, 2, -1)},
+    "w4": {},
 }
-"""On a Hopper card, which has the shared memory: of weights that are ``_MANY`` tiles to each SM."""
+"""Instead of those on a Hopper card, which has more shared memory. "many": of "middle" weights with
+so many tiles to each SM."""
 _MANY: Final = 4
 _LENGTHS: Final = (("short", 1024), ("middle", 2048))
 """Up to how many columns the warps of such a plan hold all their ``x``."""
@@ -114,18 +122,17 @@ def plan_for(
         length = next((name for name, most in _LENGTHS if weight.columns <= most), "long")
         # Sums of 16 columns in four groups a step would not fit in registers.
         narrow = m <= 8 or (isinstance(weight, W4Weight) and weight.group < 128)
-        cut = length, 1 if narrow else 2
-        plan = _STREAM_PLANS[kind][cut]
-        if hopper and partials(weight.rows) >= _MANY * sm_count:
-            return replace(plan, stages=_HOPPER_STAGES.get(kind, {}).get(cut, plan.stages))
-        return plan
+        plan = _STREAM_PLANS[kind][length, 1 if narrow else 2]
+        if hopper and length == "middle" and partials(weight.rows) >= _MANY * sm_count:
+            length = "many"
+        return _HOPPER_PLANS[kind].get((length, plan.column_tiles), plan) if hopper else plan
     return tiled_plan(kind, weight.rows, weight.columns, m, sm_count, split=split)
 
 
 def check_held(plan: Plan, weight: Weight, fp8: bool = False) -> None:
     """Raises ValueError if a warp holds less of ``x`` than it needs."""
     steps = -(-weight.columns // _STEP[_kind(weight, fp8)])
-    if plan.held and plan.held * plan.warps < steps:
+    if 0 < plan.held * plan.warps < steps:
         raise ValueError(
             f"plan holds {plan.held} steps of x in each of {plan.warps} warps; weight has {steps}"
         )
@@ -144,10 +151,8 @@ def plan_specs(hopper: bool) -> Iterator[KernelSpec]:
 
 
 def _stream_plans(kind: Kind, hopper: bool) -> Iterator[Plan]:
-    plans = _STREAM_PLANS[kind]
-    deep = _HOPPER_STAGES.get(kind, {}) if hopper else {}
-    more = [replace(plans[cut], stages=stages) for cut, stages in deep.items()]
-    yield from dict.fromkeys([*plans.values(), *more])
+    more = _HOPPER_PLANS[kind].values() if hopper else ()
+    yield from dict.fromkeys([*_STREAM_PLANS[kind].values(), *more])
 
 
 def _kind(weight: Weight, fp8: bool) -> Kind:
@@ -156,31 +161,30 @@ def _kind(weight: Weight, fp8: bool) -> Kind:
     return "f16" if isinstance(weight, F16Weight) else "w4"
 
 
-def _spec(kind: Kind, leading: str, plan: Plan) -> KernelSpec:
+def _spec(kind: Kind, plan: AnyPlan, group: int = 128) -> KernelSpec:
+    if isinstance(plan, TiledPlan):
+        return tiled_spec(kind, plan, group=group)
+    if isinstance(plan, WidePlan):
+        return wide_spec(kind, plan, group=group)
     source = kind.split()[0]
+    # Of 4-bit weights: chunks of 32 that share a scale; a group of 64 reads its scale twice.
+    leading = {"f16": "", "w4": f"{4 if group >= 128 else 1}, ", "nested": "0, "}.get(kind, "1, ")
     cut = f"{leading}{plan.column_tiles}, {plan.warps}, {plan.stages}, {plan.held}"
-    ring = plan.warps * plan.stages * _STAGE_BYTES[kind]
+    x = plan.column_tiles * _STEP[kind] * 16 if plan.held < 0 else 0
+    ring = plan.warps * plan.stages * (_STAGE_BYTES[kind] + x)
     return KernelSpec(f"gemm_{source}.cu", f"linear_{source}<{cut}>", 32 * plan.warps, ring, True)
 
 
 def f16_spec(plan: AnyPlan) -> KernelSpec:
     """The kernel for FP16 weights."""
-    return tiled_spec("f16", plan) if isinstance(plan, TiledPlan) else _spec("f16", "", plan)
+    return _spec("f16", plan)
 
 
 def w4_spec(group: int, plan: AnyPlan) -> KernelSpec:
     """The kernel for 4-bit weights with a scale for every ``group`` columns."""
-    if isinstance(plan, TiledPlan):
-        return tiled_spec("w4", plan, group=group)
-    # Chunks of 32 that share a scale; a group of 64 reads its scale twice.
-    return _spec("w4", "4, " if group >= 128 else "1, ", plan)
+    return _spec("w4", plan, group)
 
 
 def nested_spec(fp8: bool, plan: AnyPlan) -> KernelSpec:
     """The kernel for nested weights, in either mode."""
-    kind: Kind = "nested fp8" if fp8 else "nested"
-    return (
-        tiled_spec(kind, plan)
-        if isinstance(plan, TiledPlan)
-        else _spec(kind, f"{int(fp8)}, ", plan)
-    )
+    return _spec("nested fp8" if fp8 else "nested", plan)

@@ -14,6 +14,9 @@ Kind = Literal["f16", "w4", "nested", "nested fp8"]
 ROWS_MAX: Final = 1024
 """The most rows of ``x`` of a launch."""
 
+WORKSPACE_FLOATS: Final = 1 << 22
+"""Of the sums that splits leave for each other, at most."""
+
 _BLOCK: Final[dict[Kind, int]] = {"f16": 64, "w4": 128, "nested": 64, "nested fp8": 64}
 """Columns of a weight that four lanes take at once, as in ``csrc/gemm_tiled.cu``."""
 _BLOCK_BYTES: Final[dict[Kind, int]] = {"f16": 128, "w4": 64, "nested": 128, "nested fp8": 64}
@@ -79,10 +82,16 @@ def tiled_plan(
         if m > 64:
             high = low = _SQUARE
         plan = high if high.blocks(n, m) >= sm_count else low
-    blocks = plan.blocks(n, m)
     steps = k // (_BLOCK[kind] * plan.step_warps)
-    splits = max(1, min(2 * sm_count // blocks, steps // 2)) if split else 1
+    ctas, area = plan.resident * sm_count, plan.rows * plan.columns
+    splits = splits_for(plan.blocks(n, m), ctas, steps, area) if split else 1
     return replace(plan, splits=splits)
+
+
+def splits_for(blocks: int, ctas: int, steps: int, area: int) -> int:
+    """Over how many CTAs K is split: ``ctas`` in all are enough, each with two ``steps`` or more;
+    their sums of ``area`` floats fit the workspace."""
+    return max(1, min(ctas // blocks, steps // 2, WORKSPACE_FLOATS // (blocks * area)))
 
 
 def tiled_spec(kind: Kind, plan: TiledPlan, *, group: int = 128) -> KernelSpec:

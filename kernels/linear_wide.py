@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
-from deepinfer.kernels.linear_tiled import Kind
+from deepinfer.kernels.linear_tiled import Kind, splits_for
 
 _THREADS: Final = 256
 _ROWS: Final = 128
@@ -41,16 +41,15 @@ class WidePlan:
 
 
 _PLANS: Final = (WidePlan(32, 4, 2), WidePlan(64, 4, 2), WidePlan(128, 3, 2))
-_W4_PLANS: Final = (WidePlan(32, 6, 2), WidePlan(64, 8, 1), WidePlan(128, 5, 1))
+_W4_PLANS: Final = (WidePlan(32, 6, 2), WidePlan(64, 4, 2), WidePlan(128, 5, 1))
 
 
 def wide_plan(kind: Kind, n: int, k: int, m: int, sm_count: int, *, split: bool = True) -> WidePlan:
     """The measured best cut of a weight ``[n, k]`` times ``m`` rows; ``split``: K may be shared."""
     plans = _W4_PLANS if kind == "w4" else _PLANS
     plan = next((each for each in plans if m <= each.columns), plans[-1])
-    blocks = plan.blocks(n, m)
-    most = k // (2 * _STEP[kind])
-    splits = max(1, min(plan.resident * sm_count // blocks, most)) if split else 1
+    ctas, area = plan.resident * sm_count, plan.rows * plan.columns
+    splits = splits_for(plan.blocks(n, m), ctas, k // _STEP[kind], area) if split else 1
     return replace(plan, splits=splits)
 
 
@@ -70,6 +69,4 @@ def wide_specs() -> Iterator[KernelSpec]:
     for plan in _PLANS:
         for kind in ("f16", "nested", "nested fp8"):
             yield wide_spec(kind, plan)
-    for plan in _W4_PLANS:
-        for group in (32, 128):
-            yield wide_spec("w4", plan, group=group)
+    yield from (wide_spec("w4", plan) for plan in _W4_PLANS)
