@@ -19,7 +19,7 @@
 //   fragment<STEP, PLANE>(plane, offset, unit, a)   the A operand of 16 k
 //   Rows              what a lane needs to know of its two rows of a tile
 //   rows(n, N)        of row n and n + 8
-//   shifted(rows), shift(rows, a)   whether fragments are to be multiplied, and by that
+//   Factors, factors(rows), shift(factors, a)   what fragments are multiplied by
 //   scale(rows, half)               what their sums are multiplied by
 //   extras(row, end), extra(row, x) as in gemm_shared.cuh
 #include "gemm.cuh"
@@ -70,6 +70,32 @@ struct Steps {
   }
 };
 
+// Copies the 16 bytes of chunk `chunk` of every PASS-th of COUNT rows from `row`, of which there are
+// `left`: `bytes` of them, the rest zeros. `tile` has rows of BYTES. Addresses are made ahead of the
+// copies that use them, each in registers of its own: a copy takes long to read them.
+template <int COUNT, int PASS, int BYTES>
+DEV void copy_rows(u8* tile, const u8* from, i64 stride, int row, int chunk, int left, int bytes) {
+  constexpr int EACH = COUNT / PASS, TURNS = PASS % 8 ? 8 / PASS : 1;
+  constexpr int BATCH = EACH < 8 ? EACH : EACH % 8 ? 6 : 8;
+  static_assert(BATCH % TURNS == 0 && EACH % BATCH == 0, "whole batches");
+  u8* to[TURNS];
+#pragma unroll
+  for (int i = 0; i < TURNS; ++i) to[i] = tile + turned<BYTES>(row + i * PASS, chunk) - i * PASS * BYTES;
+#pragma unroll
+  for (int first = 0; first < EACH; first += BATCH) {
+    const u8* sources[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) sources[i] = from + i * stride;
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) opaque(sources[i]);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if ((first + i) * PASS < left)
+        cp_async16_zfill(to[i % TURNS] + (first + i) * PASS * BYTES, sources[i], bytes);
+    from += BATCH * stride;
+  }
+}
+
 // One of COPIERS threads copies its share of W, stage after stage.
 template <class C, class F, int STEP, int STAGES>
 DEV void copy_weights(const F& weights, const Steps& work, u8* shared, u64* full, u64* empty,
@@ -85,19 +111,13 @@ DEV void copy_weights(const F& weights, const Steps& work, u8* shared, u64* full
     u8* const stage = shared + slot * C::STAGE + C::X_BYTES;
     const int left = N - tile * C::ROWS - row;  // rows from this thread's first
     const i64 at = (tile * C::ROWS + row) * pitch + step * C::ROW_BYTES + 16 * chunk;
-    const int bytes = step * C::ROW_BYTES + 16 * chunk < pitch ? 16 : 0;
+    const bool within = step * C::ROW_BYTES + 16 * chunk < pitch;
 #pragma unroll
-    for (int plane = 0; plane < F::PLANES; ++plane) {
-      const u8* from = weights.planes[plane] + (bytes ? at : 0);
-      const i64 stride = bytes ? PASS * pitch : 0;
-#pragma unroll
-      for (int i = 0; i < C::ROWS / PASS; ++i) {
-        if (i * PASS < left)
-          cp_async16_zfill(
-              stage + plane * C::PLANE + turned<C::ROW_BYTES>(row + i * PASS, chunk), from, bytes);
-        from += stride;
-      }
-    }
+    for (int plane = 0; plane < F::PLANES; ++plane)
+      copy_rows<C::ROWS, PASS, C::ROW_BYTES>(stage + plane * C::PLANE,
+                                             weights.planes[plane] + (within ? at : 0),
+                                             within ? PASS * pitch : 0, row, chunk, left,
+                                             within ? 16 : 0);
     arrive_copied(full + slot);
     if (++slot == STAGES) slot = 0, parity ^= 1;
     if (++step == work.steps) step = 0, ++tile;
@@ -115,16 +135,13 @@ DEV void copy_inputs(const __half* x, const Steps& work, u8* shared, u64* full, 
   i32 step = work.begin % work.steps;
   for (i32 unit = work.begin; unit < work.end; ++unit) {
     arrivals_wait(empty + slot, parity);
-    u8* const stage = shared + slot * C::STAGE + chunk / 8 * C::X_TILE;
-    const int k = step * STEP + 8 * chunk, bytes = k < K ? 16 : 0;
-    const __half* from = bytes ? x + static_cast<i64>(row) * K + k : x;
-    const i64 stride = bytes ? static_cast<i64>(PASS) * K : 0;
-#pragma unroll
-    for (int i = 0; i < COLUMNS / PASS; ++i) {
-      if (i * PASS < left)
-        cp_async16_zfill(stage + turned<128>(row + i * PASS, chunk % 8), from, bytes);
-      from += stride;
-    }
+    const int k = step * STEP + 8 * chunk;
+    const bool within = k < K;
+    const __half* from = within ? x + static_cast<i64>(row) * K + k : x;
+    copy_rows<COLUMNS, PASS, 128>(shared + slot * C::STAGE + chunk / 8 * C::X_TILE,
+                                  reinterpret_cast<const u8*>(from),
+                                  within ? static_cast<i64>(2 * PASS) * K : 0, row, chunk % 8, left,
+                                  within ? 16 : 0);
     arrive_copied(full + slot);
     if (++slot == STAGES) slot = 0, parity ^= 1;
     if (++step == work.steps) step = 0;
@@ -140,6 +157,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   using C = Warpgroups<F, COLUMNS, WGS, STEP, STAGES>;
   constexpr int ROWS = C::ROWS, MULTIPLIERS = C::MULTIPLIERS, PITCH = C::PITCH;
   constexpr bool LARGE = COLUMNS == 256;
+  constexpr int MERGED = COLUMNS > 64 ? 1 : COLUMNS > 32 ? 2 : 4;  // CTAs whose sums are read at once
   __shared__ float rstd[COLUMNS];
   __shared__ bool is_last;
   u64* const full = reinterpret_cast<u64*>(shared + C::BARRIERS);
@@ -170,7 +188,6 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   if (LARGE) registers_at_least<224>();
 
   float acc[COLUMNS / 2];
-  u32 a[4][4] = {};
   float* const sums = reinterpret_cast<float*>(shared + C::SUMS);
   const u32 offset = F::template lane_offset<STEP>(16 * warp, lane);
   i32 tile = work.begin / work.steps, unit = work.begin;
@@ -182,47 +199,35 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   u32 parity = 0;
   for (; unit < work.end; ++tile) {
     const typename F::Rows rows = next_rows;
-    const bool shifted = __any_sync(FULL_WARP, F::shifted(rows));
+    const typename F::Factors factors = F::factors(rows);
     const i32 n0 = tile * ROWS, stop = min(work.end, (tile + 1) * work.steps);
     next_rows = weights.rows(n0 + ROWS + 16 * warp + g, N);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.f;
-    u64* before = nullptr;  // of the stage whose products are under way
     for (; unit < stop; ++unit) {
       const u8* const stage = shared + slot * C::STAGE;
       arrivals_wait(full + slot, parity);
       fence_shared_for_wgmma();
+      const u64 b = wgmma_tile(stage, 16, 1024);
+      // No branch from here to the wait: across one, ptxas forgets that a product still reads A.
 #pragma unroll
       for (int batch = 0; batch < STEP / 64; ++batch) {
-        u32 next[4][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          F::template fragment<STEP, C::PLANE>(stage + C::X_BYTES, offset, 4 * batch + i, next[i]);
-        if (shifted)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) F::shift(rows, next[i]);
-        wgmma_wait<0>(acc);
-        if (batch == 0 && before && lane == 0) arrive(before);
+        u32 a[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          wgmma_hold(a[i]);  // nothing else was in these registers until here
-#pragma unroll
-          for (int j = 0; j < 4; ++j) a[i][j] = next[i][j];
-          wgmma_hold(a[i]);
+          F::template fragment<STEP, C::PLANE>(stage + C::X_BYTES, offset, 4 * batch + i, a[i]);
+          weights.shift(factors, a[i]);
         }
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          wgmma_registers_k(acc, a[i], wgmma_tile(stage + batch * C::X_TILE + 32 * i, 16, 1024));
+          wgmma_registers_k(acc, a[i], b + (batch * C::X_TILE + 32 * i) / 16);
         wgmma_commit();
       }
-      before = empty + slot;
+      wgmma_wait<0>(acc);
+      if (lane == 0) arrive(empty + slot);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
-    wgmma_wait<0>(acc);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma_hold(a[i]);
-    if (lane == 0) arrive(before);
 
     const i32 first = work.first(tile), last = work.last(tile);
     if (first != last) {
@@ -245,14 +250,23 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
       if (!is_last) continue;
 #pragma unroll
       for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.f;
-      for (i32 cta = first; cta <= last; ++cta) {
-        const float4* const from = place(cta);
+      for (i32 cta = first; cta <= last; cta += MERGED) {
+        float4 parts[MERGED][COLUMNS / 8];
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 8; ++i) {
-          const float4 four = ld_cg(from + i * MULTIPLIERS);
-          acc[4 * i] += four.x, acc[4 * i + 1] += four.y;
-          acc[4 * i + 2] += four.z, acc[4 * i + 3] += four.w;
+        for (int other = 0; other < MERGED; ++other) {
+          const float4* const from = place(min(cta + other, last));
+#pragma unroll
+          for (int i = 0; i < COLUMNS / 8; ++i) parts[other][i] = ld_cg(from + i * MULTIPLIERS);
         }
+#pragma unroll
+        for (int other = 0; other < MERGED; ++other)
+          if (cta + other <= last)
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 8; ++i) {
+              const float4 four = parts[other][i];
+              acc[4 * i] += four.x, acc[4 * i + 1] += four.y;
+              acc[4 * i + 2] += four.z, acc[4 * i + 3] += four.w;
+            }
       }
     }
 
@@ -292,6 +306,7 @@ struct WarpgroupF16 {
   static constexpr int PLANES = 1, BYTES = 2;
   static constexpr float UNIT = 1.f;
   struct Rows {};
+  struct Factors {};
   const u8* planes[1];
 
   template <int STEP>
@@ -306,8 +321,8 @@ struct WarpgroupF16 {
   }
 
   __device__ __forceinline__ static Rows rows(i32, i32) { return {}; }
-  __device__ __forceinline__ static bool shifted(const Rows&) { return false; }
-  __device__ __forceinline__ static void shift(const Rows&, u32 (&)[4]) {}
+  __device__ __forceinline__ static Factors factors(const Rows&) { return {}; }
+  __device__ __forceinline__ static void shift(const Factors&, u32 (&)[4]) {}
   __device__ __forceinline__ static float scale(const Rows&, int) { return 1.f; }
   __device__ __forceinline__ static bool extras(i32, i32) { return false; }
   __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
@@ -321,6 +336,9 @@ struct WarpgroupNested : NestedRows {
   static constexpr float UNIT = FP8 ? UPPER_UNIT : 1.f;
   struct Rows {
     i32 shifts[2];
+  };
+  struct Factors {
+    u32 pairs[2];
   };
   const u8* planes[2];
 
@@ -358,14 +376,14 @@ struct WarpgroupNested : NestedRows {
     return found;
   }
 
-  __device__ __forceinline__ static bool shifted(const Rows& rows) {
-    return !FP8 && (rows.shifts[0] | rows.shifts[1]);
+  __device__ __forceinline__ static Factors factors(const Rows& rows) {
+    return {{half_factor(rows.shifts[0]), half_factor(rows.shifts[1])}};
   }
 
-  __device__ __forceinline__ static void shift(const Rows& rows, u32 (&a)[4]) {
+  __device__ __forceinline__ static void shift(const Factors& factors, u32 (&a)[4]) {
+    if (!FP8)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      a[i] = h2u(__hmul2(u2h(a[i]), u2h(half_factor(rows.shifts[i % 2]))));
+      for (int i = 0; i < 4; ++i) a[i] = h2u(__hmul2(u2h(a[i]), u2h(factors.pairs[i % 2])));
   }
 
   __device__ __forceinline__ static float scale(const Rows& rows, int half) {
