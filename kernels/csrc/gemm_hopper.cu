@@ -1,6 +1,6 @@
 // Linear layers of many rows by Hopper's warpgroup products (sm_90a): any weights.
 //
-// A CTA has 128 rows of W and NW NB rows of X; each of its two warpgroups has 64 rows of W, which
+// A CTA has 64 WGS rows of W and NW NB rows of X; each of its WGS warpgroups has 64 rows of W, which
 // it decodes into registers, and all rows of X, which products read from shared memory. So every
 // weight is decoded once for NW NB rows of X. A warpgroup waits for its products before it does anything
 // else (ptxas would put other values into registers that they still read); meanwhile others decode.
@@ -24,26 +24,25 @@
 #include "w4.cuh"
 #include "wgmma.cuh"
 
-constexpr int WIDE_ROWS = 128, WIDE_THREADS = 256;
-
-template <class F, int NW, int NB, int STAGES>
+template <class F, int WGS, int NW, int NB, int STAGES>
 DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M, i32 N,
                      i32 K, float* workspace, i32* tickets, u8* shared) {
-  constexpr int COLUMNS = NW * NB, PITCH = finish_pitch(WIDE_ROWS), PLANES = F::PLANES, STEP = F::STEP;
+  constexpr int ROWS = 64 * WGS, THREADS = 128 * WGS;
+  constexpr int COLUMNS = NW * NB, PITCH = finish_pitch(ROWS), PLANES = F::PLANES, STEP = F::STEP;
   constexpr int X_TILE = COLUMNS * 128, X_BYTES = STEP / 64 * X_TILE;  // a tile is 64 k
   constexpr bool SCALED = F::GROUP > 0;
-  constexpr int ROW = F::ROW_BYTES, PLANE = WIDE_ROWS * ROW, PIECES = ROW / 16;
+  constexpr int ROW = F::ROW_BYTES, PLANE = ROWS * ROW, PIECES = ROW / 16;
   constexpr int STAGE = X_BYTES + PLANES * PLANE;
   static_assert(STAGE % 1024 == 0, "operand tiles are at multiples of 1024 bytes");
-  __shared__ float rstd[COLUMNS], row_scale[WIDE_ROWS];
+  __shared__ float rstd[COLUMNS], row_scale[ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * WIDE_ROWS;
+  const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * ROWS;
   const int steps = (K + STEP - 1) / STEP, split = blockIdx.z, splits = gridDim.z;
   const int begin = steps * split / splits, end = steps * (split + 1) / splits;
 
   // What this thread copies: a piece of every W_RUN-th row of W, of every X_RUN-th of X. Rows beyond
   // N are never copied, and rows of X beyond M stay zero.
-  constexpr int W_RUN = WIDE_THREADS / PIECES, X_PIECES = STEP / 8, X_RUN = WIDE_THREADS / X_PIECES;
+  constexpr int W_RUN = THREADS / PIECES, X_PIECES = STEP / 8, X_RUN = THREADS / X_PIECES;
   static_assert(W_RUN % 8 == 0 && X_RUN % 8 == 0 && COLUMNS % X_RUN == 0, "turned alike");
   const int w_row = threadIdx.x / PIECES, w_piece = threadIdx.x % PIECES;
   const int x_row = threadIdx.x / X_PIECES, x_piece = threadIdx.x % X_PIECES;
@@ -59,7 +58,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
   const i32 w_run = static_cast<i32>(W_RUN * w_bytes), x_run = X_RUN * K;
   i32 left_w = static_cast<i32>(w_bytes) - begin * ROW - 16 * w_piece;  // of a row, in bytes
   i32 left_x = K - begin * STEP - 8 * x_piece;
-  const bool whole_w = n0 + WIDE_ROWS <= N, whole_x = m0 + COLUMNS <= M;
+  const bool whole_w = n0 + ROWS <= N, whole_x = m0 + COLUMNS <= M;
   auto fetch_w = [&](u8* stage) {
     // Beyond K the end of the row comes again: finite numbers, which meet zeros of X.
     const i32 back = left_w > 0 ? 0 : left_w - 16;
@@ -67,7 +66,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
 #pragma unroll
       for (int i = 0; i < PLANES; ++i)
 #pragma unroll
-        for (int r = 0; r < WIDE_ROWS; r += W_RUN)
+        for (int r = 0; r < ROWS; r += W_RUN)
           if (all || r < w_rows)
             cp_async16(stage + i * PLANE + r * ROW + w_to,
                        next_w[i] + back + static_cast<i64>(r / W_RUN) * w_run);
@@ -110,7 +109,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
       for (int r = 0; r < COLUMNS; r += X_RUN)
         if (r >= x_rows)
           *reinterpret_cast<uint4*>(shared + stage * STAGE + r * 128 + x_to) = zero16();
-  for (int row = threadIdx.x; row < WIDE_ROWS; row += WIDE_THREADS)
+  for (int row = threadIdx.x; row < ROWS; row += THREADS)
     row_scale[row] = n0 + row < N ? weights.row_scale(n0 + row) : 1.f;
   typename F::Factors factors;
   weights.load(factors, n0 + 16 * warp + g, N);
@@ -120,7 +119,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
     if (begin + stage < end) fetch_x(shared + stage * STAGE);
     cp_async_commit();
   }
-  tile_scales<COLUMNS, WIDE_THREADS / 32>(f, rstd, m0, M, 1.f / K);
+  tile_scales<COLUMNS, THREADS / 32>(f, rstd, m0, M, 1.f / K);
 
   float acc[NB][NW / 2];
 #pragma unroll
@@ -206,7 +205,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
 
   constexpr int TILES = COLUMNS / 8;
   auto& own = reinterpret_cast<float(&)[1][TILES][4]>(acc);
-  if (splits > 1 && !merge<1, TILES, WIDE_THREADS>(own, workspace, tickets)) return;
+  if (splits > 1 && !merge<1, TILES, THREADS>(own, workspace, tickets)) return;
   float* const sums = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int j = 0; j < TILES; ++j)
@@ -216,7 +215,7 @@ DEV void hopper_gemm(const F& weights, const __half* __restrict__ x, const Finis
       sums[(8 * j + 2 * t + v % 2) * PITCH + row] = own[0][j][v] * (F::UNIT * row_scale[row]);
     }
   __syncthreads();
-  finish_sums<WIDE_ROWS, COLUMNS, WIDE_THREADS>(weights, x, f, sums, rstd, m0, n0, M, N, K);
+  finish_sums<ROWS, COLUMNS, THREADS>(weights, x, f, sums, rstd, m0, n0, M, N, K);
 }
 
 struct HopperF16 {
@@ -383,8 +382,8 @@ struct HopperW4 {
   __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
 };
 
-template <int NW, int NB, int STAGES, int RESIDENT>
-__global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
+template <int WGS, int NW, int NB, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(128 * WGS, RESIDENT)
 linear_f16_hopper(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
                   i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
                   const float* __restrict__ sumsq, i32 partials, float eps,
@@ -393,11 +392,11 @@ linear_f16_hopper(const __half* __restrict__ weight, const __half* __restrict__ 
   extern __shared__ __align__(1024) u8 shared[];
   const HopperF16 weights{weight, K};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  hopper_gemm<HopperF16, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
+  hopper_gemm<HopperF16, WGS, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
 }
 
-template <int FP8, int NW, int NB, int STAGES, int RESIDENT>
-__global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
+template <int FP8, int WGS, int NW, int NB, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(128 * WGS, RESIDENT)
 linear_nested_hopper(const u8* __restrict__ upper, const u8* __restrict__ lower,
                      const signed char* __restrict__ shift, const i32* __restrict__ outlier_starts,
                      const i32* __restrict__ outlier_columns,
@@ -410,12 +409,12 @@ linear_nested_hopper(const u8* __restrict__ upper, const u8* __restrict__ lower,
   const HopperNested<FP8> weights({shift, outlier_starts, outlier_columns, outlier_values}, upper,
                                   lower, K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  hopper_gemm<HopperNested<FP8>, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+  hopper_gemm<HopperNested<FP8>, WGS, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
                                                  shared);
 }
 
-template <int GROUP, int NW, int NB, int STAGES, int RESIDENT>
-__global__ void __launch_bounds__(WIDE_THREADS, RESIDENT)
+template <int GROUP, int WGS, int NW, int NB, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(128 * WGS, RESIDENT)
 linear_w4_hopper(const u32* __restrict__ codes, const u16* __restrict__ scales,
                  const u8* __restrict__ zeros, i32 group_shift, const __half* __restrict__ x, i32 M,
                  i32 N, i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
@@ -425,6 +424,6 @@ linear_w4_hopper(const u32* __restrict__ codes, const u16* __restrict__ scales,
   extern __shared__ __align__(1024) u8 shared[];
   const HopperW4<GROUP> weights{codes, scales, zeros, group_shift, N, K};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  hopper_gemm<HopperW4<GROUP>, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
+  hopper_gemm<HopperW4<GROUP>, WGS, NW, NB, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
                                                shared);
 }

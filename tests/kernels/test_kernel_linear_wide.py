@@ -18,8 +18,8 @@ from kernels.simt.build import COMPILER, emulator
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
-NARROW = WidePlan(32, 3, 2)
-WIDE = WidePlan(64, 3, 2, splits=2)
+NARROW = WidePlan(32, 2, 3, 2)
+WIDE = WidePlan(64, 1, 3, 2, splits=2)
 
 
 @pytest.fixture(
