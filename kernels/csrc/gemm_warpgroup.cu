@@ -22,7 +22,7 @@
 //   Factors, factors(rows), shift(factors, a)   what fragments are multiplied by
 //   scale(rows, half)               what their sums are multiplied by
 //   extras(row, end), extra(row, x) as in gemm_shared.cuh
-#include "gemm.cuh"
+#include "gemm_finish.cuh"
 #include "nested.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
@@ -41,13 +41,13 @@ DEV u32 turned(u32 row, u32 chunk) {
 
 template <class F, int COLUMNS, int WGS, int STEP, int STAGES>
 struct Warpgroups {
-  static constexpr int ROWS = 64 * WGS, MULTIPLIERS = 128 * WGS, PITCH = GROUP + 1;
+  static constexpr int ROWS = 64 * WGS, MULTIPLIERS = 128 * WGS, PITCH = finish_pitch(ROWS);
   static constexpr int X_TILE = COLUMNS * 128;  // 64 k of X
   static constexpr int X_BYTES = STEP / 64 * X_TILE;
   static constexpr int ROW_BYTES = STEP * F::BYTES, PLANE = ROWS * ROW_BYTES;
   static constexpr int STAGE = X_BYTES + F::PLANES * PLANE;  // X first
-  static constexpr int SUMS = STAGES * STAGE;                // float [ROWS][PITCH]
-  static constexpr int BARRIERS = SUMS + ROWS * PITCH * 4;   // full [STAGES], empty [STAGES]
+  static constexpr int SUMS = STAGES * STAGE;                // float [GROUP][PITCH]
+  static constexpr int BARRIERS = SUMS + GROUP * PITCH * 4;  // full [STAGES], empty [STAGES]
   static constexpr int BYTES = BARRIERS + 16 * STAGES;
   static_assert(STAGE % 1024 == 0 && STEP % 64 == 0, "operand tiles are at multiples of 1024");
 };
@@ -157,7 +157,6 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   using C = Warpgroups<F, COLUMNS, WGS, STEP, STAGES>;
   constexpr int ROWS = C::ROWS, MULTIPLIERS = C::MULTIPLIERS, PITCH = C::PITCH;
   constexpr bool LARGE = COLUMNS == 256;
-  constexpr int MERGED = COLUMNS > 64 ? 1 : COLUMNS > 32 ? 2 : 4;  // CTAs whose sums are read at once
   __shared__ float rstd[COLUMNS];
   __shared__ bool is_last;
   u64* const full = reinterpret_cast<u64*>(shared + C::BARRIERS);
@@ -193,7 +192,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   i32 tile = work.begin / work.steps, unit = work.begin;
   typename F::Rows next_rows = weights.rows(tile * ROWS + 16 * warp + g, N);
   wait_for_inputs();
-  row_scales<COLUMNS, 4 * WGS>(f, rstd, m0, M, 1.f / K);
+  tile_scales<COLUMNS, 4 * WGS>(f, rstd, m0, M, 1.f / K);
 
   int slot = 0;
   u32 parity = 0;
@@ -248,25 +247,29 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
       }
       named_sync(EVERYONE, MULTIPLIERS);
       if (!is_last) continue;
+      // Four times four loads at once: they take long, and there are registers for so many.
 #pragma unroll
-      for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.f;
-      for (i32 cta = first; cta <= last; cta += MERGED) {
-        float4 parts[MERGED][COLUMNS / 8];
+      for (int from = 0; from < COLUMNS / 8; from += 4) {
 #pragma unroll
-        for (int other = 0; other < MERGED; ++other) {
-          const float4* const from = place(min(cta + other, last));
+        for (int i = 4 * from; i < 4 * from + 16; ++i) acc[i] = 0.f;
+        for (i32 cta = first; cta <= last; cta += 4) {
+          float4 parts[4][4];
 #pragma unroll
-          for (int i = 0; i < COLUMNS / 8; ++i) parts[other][i] = ld_cg(from + i * MULTIPLIERS);
+          for (int other = 0; other < 4; ++other) {
+            const float4* const theirs = place(min(cta + other, last)) + from * MULTIPLIERS;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) parts[other][i] = ld_cg(theirs + i * MULTIPLIERS);
+          }
+#pragma unroll
+          for (int other = 0; other < 4; ++other)
+            if (cta + other <= last)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                float* const to = acc + 4 * (from + i);
+                to[0] += parts[other][i].x, to[1] += parts[other][i].y;
+                to[2] += parts[other][i].z, to[3] += parts[other][i].w;
+              }
         }
-#pragma unroll
-        for (int other = 0; other < MERGED; ++other)
-          if (cta + other <= last)
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 8; ++i) {
-              const float4 four = parts[other][i];
-              acc[4 * i] += four.x, acc[4 * i + 1] += four.y;
-              acc[4 * i + 2] += four.z, acc[4 * i + 3] += four.w;
-            }
       }
     }
 
@@ -284,20 +287,19 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
           for (int i = 0; i < GROUP / 8; ++i)
 #pragma unroll
             for (int v = 0; v < 4; ++v)
-              sums[(16 * warp + g + 8 * (v / 2)) * PITCH + 8 * i + 2 * t + v % 2] =
+              sums[(8 * i + 2 * t + v % 2) * PITCH + 16 * warp + g + 8 * (v / 2)] =
                   acc[GROUP / 2 * own + 4 * i + v] * scales[v / 2];
       named_sync(EVERYONE, MULTIPLIERS);
       if (extras) {
         for (int e = threadIdx.x; e < ROWS * GROUP; e += MULTIPLIERS) {
           const int row = e / GROUP, column = e % GROUP;
           if (n0 + row < N && m + column < M)
-            sums[row * PITCH + column] +=
+            sums[column * PITCH + row] +=
                 weights.extra(n0 + row, x + static_cast<i64>(m + column) * K);
         }
         named_sync(EVERYONE, MULTIPLIERS);
       }
-      const auto sum = [&](int row, int column) { return sums[row * PITCH + column]; };
-      finish<ROWS, GROUP, MULTIPLIERS>(f, sum, rstd + GROUP * group, m, n0, M, N);
+      finish_tile<ROWS, GROUP, MULTIPLIERS>(f, sums, rstd + GROUP * group, m, n0, M, N);
     }
   }
 }
