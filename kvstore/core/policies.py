@@ -7,6 +7,7 @@ and what waits behind it, with a little memory (``Valve``) so that it does not f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -15,10 +16,22 @@ from deepinfer.kvstore.core.precision import Policy, PrecisionSettings, StepCost
 
 FASTER: Final = 0.97
 """A level is worth its loss where it takes less than this share of the time."""
+PROMPTS_FASTER: Final = 0.9
+"""The same for prompts that are late: a dwell in FP8 must shorten more than the last of them."""
 RAISE: Final = 0.9
 """The share of a target above which the level goes up."""
 LOWER: Final = 0.7
 """The share of a target below which a lower level must stay for the level to go down."""
+FULL: Final = 0.7
+"""The share of what full batches can decode above which the level goes up.
+
+Bursts fill the rest. A batch that is full costs both targets: sequences take turns, and prompts get
+one seat a step.
+"""
+FLOW_MS: Final = 800.0
+"""What has flowed is weighed by its age, in e-folds of this: a few seconds of it count."""
+FLOW_KNOWN_MS: Final = 100.0
+"""Before so much has been seen, nothing is concluded from it."""
 DECODE_ROWS: Final = (1, 8, 16)
 """Rows of a step at which it is judged whether a card gains anything by FP8."""
 SMOOTHING: Final = 1 / 64
@@ -71,9 +84,50 @@ class StepLoad:
     """How long the one among them has waited that has waited longest."""
     step_tokens_max: int = 2048
     """Tokens that a step may compute."""
+    seats: int = 64
+    """Sequences that a step may hold."""
+    decoding: int = 0
+    """Sequences that have sent tokens already, in this step or not: more than seats take turns."""
     pace: float = 1.0
     """How long steps have taken of late, of what was predicted: there is more to a step than what
     was measured at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What steps have done of late, weighed by age; see ``FLOW_MS``."""
+
+    seen_ms: int | None = None
+    """When the latest step was planned; None: there was none."""
+    ms: float = 0.0
+    """Time that was looked at."""
+    ran_us: float = 0.0
+    """What the steps were predicted to take, each at the level before it."""
+    decodes: float = 0.0
+    """Tokens behind first ones that were computed."""
+    context: float = 0.0
+    """KV that a sequence attended to, on average, in the latest step without prompts."""
+    prompt_us: tuple[float, ...] = ()
+    """What prompts added to steps, as predicted at each level."""
+
+    def and_now(self, load: StepLoad, costs: Sequence[StepCost], level: int, now_ms: int) -> Flow:
+        """With the step that is being planned; ``level`` is that of the one before."""
+        past_ms = 0 if self.seen_ms is None else max(0, now_ms - self.seen_ms)
+        keep = math.exp(-past_ms / FLOW_MS)
+        context, prompt_us = self.context, self.prompt_us or (0.0,) * len(costs)
+        if load.rows > load.decodes:
+            added = tuple(_prompt_us(cost, load) for cost in costs)
+        else:
+            added = (0.0,) * len(costs)
+            context = load.context_tokens / load.decodes
+        return Flow(
+            now_ms,
+            keep * self.ms + past_ms,
+            keep * self.ran_us + costs[level].predict(load.rows, load.context_tokens),
+            keep * self.decodes + load.decodes,
+            context,
+            tuple(keep * old + new for old, new in zip(prompt_us, added, strict=True)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +141,7 @@ class Valve:
     """The mean predicted time of the latest steps that held decodes, at each level."""
     pays: bool | None = None
     """Whether any level is predicted faster than level 0; None: not looked at yet."""
+    flow: Flow = Flow()
 
 
 class _Policy(Protocol):
@@ -165,46 +220,62 @@ def _slo(
 ) -> Valve:
     """The smallest level whose predicted times hold both targets, with hysteresis.
 
-    Up when the present level is predicted to use more than ``RAISE`` of a target and a higher one
-    is predicted faster: to the smallest that suffices, else to the fastest. Down when a lower one
-    is predicted to stay below ``LOWER`` of both. Neither before the level has stood ``dwell_ms``.
+    Up, at once, when the present level is predicted to use more than ``RAISE`` of a target, or more
+    than ``FULL`` of the batch, and a higher one is predicted to help: to the smallest that
+    suffices, else to the fastest. Down, after ``dwell_ms``, when a lower one is predicted to stay
+    below ``LOWER / RAISE`` of all that. So it flaps no faster than the dwell, and is never late.
     """
     pays = not not_worth(costs, len(costs)) if valve.pays is None else valve.pays
-    step_us = _smooth(valve.step_us, load, costs) if pays else ()
-    valve = Valve(valve.level, valve.since_ms, step_us, pays)
     if not pays or level_max == 0:
-        return _to(valve, 0, now_ms)
+        return _to(Valve(valve.level, valve.since_ms, pays=pays), 0, now_ms)
+    step_us = _smooth(valve.step_us, load, costs)
+    flow = valve.flow.and_now(load, costs, valve.level, now_ms)
+    valve = Valve(valve.level, valve.since_ms, step_us, pays, flow)
     if valve.level > level_max:
         return _to(valve, level_max, now_ms)
+
+    def times(level: int) -> _Times:
+        return _Times(settings, costs[level], level, load, valve)
+
+    now = times(valve.level)
+    if now.pressure > RAISE:
+        higher = {level: times(level) for level in range(valve.level + 1, level_max + 1)}
+        faster = [level for level, then in higher.items() if then.helps(now)]
+        enough = (level for level in faster if higher[level].pressure <= RAISE)
+        fastest = min(
+            faster, key=lambda level: (higher[level].pressure, level), default=valve.level
+        )
+        return _to(valve, next(enough, fastest), now_ms)
     if valve.since_ms is not None and now_ms - valve.since_ms < settings.dwell_ms:
         return valve
-    times = [
-        _Times(settings, cost, load, valve.step_us[level] if load.decodes else 0.0)
-        for level, cost in enumerate(costs[: level_max + 1])
-    ]
-    now = times[valve.level]
-    if now.pressure > RAISE:
-        faster = [
-            level for level in range(valve.level + 1, level_max + 1) if times[level].helps(now)
-        ]
-        enough = (level for level in faster if times[level].pressure <= RAISE)
-        fastest = min(faster, key=lambda level: (times[level].pressure, level), default=valve.level)
-        return _to(valve, next(enough, fastest), now_ms)
-    lower = (level for level in range(valve.level) if times[level].pressure < LOWER)
+    lower = (level for level in range(valve.level) if times(level).pressure < LOWER)
     return _to(valve, next(lower, valve.level), now_ms)
 
 
 class _Times:
     """What is predicted of one level, as shares of the targets."""
 
-    __slots__ = ("clear", "step", "token", "waited")
+    __slots__ = ("clear", "full", "step", "token", "waited")
 
     def __init__(
-        self, settings: PrecisionSettings, cost: StepCost, load: StepLoad, token_us: float
+        self,
+        settings: PrecisionSettings,
+        cost: StepCost,
+        level: int,
+        load: StepLoad,
+        valve: Valve,
     ) -> None:
         ttft_us = 1000 * settings.ttft_target_ms / load.pace
-        self.token = load.pace * token_us / (1000 * settings.tpot_target_ms)
-        """A token behind the first: the mean step."""
+        tpot_us = 1000 * settings.tpot_target_ms / load.pace
+        full, token_us = _steady(cost, level, load, valve.flow)
+        self.full = full * RAISE / FULL
+        """How full its batches would be if what comes went on coming."""
+        self.token = token_us / tpot_us
+        """A token behind the first: what it will come to, or the mean step of late if that is
+        longer, once for each turn that sequences take."""
+        if load.decodes:
+            turns = max(1.0, load.decoding / load.seats)
+            self.token = max(self.token, turns * valve.step_us[level] / tpot_us)
         self.step = cost.predict(load.rows, load.context_tokens) / ttft_us
         """This step."""
         self.clear = self.waited = 0.0
@@ -217,15 +288,49 @@ class _Times:
     @property
     def pressure(self) -> float:
         """The share of the target of which most is used."""
-        return max(self.token, self.clear, self.waited)
+        return max(self.token, self.full, self.clear, self.waited)
 
     def helps(self, now: _Times) -> bool:
         """Whether it is predicted to shorten something that is too long at the present level."""
         return (
             (now.token > RAISE and self.token < FASTER * now.token)
-            or (now.clear > RAISE and self.clear < FASTER * now.clear)
-            or (now.waited > RAISE >= now.clear and self.step < FASTER * now.step)
+            or (now.full > RAISE and self.full < FASTER * now.full)
+            or (now.clear > RAISE and self.clear < PROMPTS_FASTER * now.clear)
+            or (now.waited > RAISE >= now.clear and self.step < PROMPTS_FASTER * now.step)
         )
+
+
+def _steady(cost: StepCost, level: int, load: StepLoad, flow: Flow) -> tuple[float, float]:
+    """What a level would come to under what has flowed of late, whatever level that ran at.
+
+    Returns the share of its full batches' speed that is needed, and the time of a token in the
+    batch that makes as many, in predicted microseconds.
+
+    A batch that FP8 keeps small would grow in FP16: to judge FP16 by today's batch would close
+    the valve too soon.
+    """
+    if flow.ms < FLOW_KNOWN_MS or not flow.decodes:
+        return 0.0, 0.0
+    # Steps that take less than predicted, which ``pace`` is slow to learn, fill no more than all.
+    us = max(1000 * flow.ms / load.pace, flow.ran_us)
+    left = 1 - flow.prompt_us[level] / us
+    if left <= 0.0:
+        return 1.0 / FULL, 0.0
+    needed = flow.decodes / us / left
+
+    def step_us(batch: float) -> float:
+        return cost.predict(round(batch), round(batch * flow.context))
+
+    batch = float(max(1, load.decodes))
+    for _ in range(3):  # from below, or from above: it comes near
+        batch = min(float(load.seats), max(1.0, needed * step_us(batch)))
+    return needed * step_us(load.seats) / load.seats, step_us(batch) / left
+
+
+def _prompt_us(cost: StepCost, load: StepLoad) -> float:
+    """What prompts add to a step."""
+    alone = cost.predict(load.decodes, load.context_tokens) if load.decodes else 0.0
+    return max(0.0, cost.predict(load.rows, load.context_tokens) - alone)
 
 
 def _clear_us(cost: StepCost, load: StepLoad) -> float:

@@ -45,7 +45,9 @@ class Levels:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._config = roster.config
+        self._config = config = roster.config
+        self._ratio = decode_ratio(config.costs)
+        self._not_worth = not_worth(config.costs, config.levels)
         self._valve = Valve()
         self._planned_ms = 0
         self._predicted_us = 0.0
@@ -63,7 +65,7 @@ class Levels:
         rule, config = self._roster.rule, self._config
         if config.levels == 1 or rule is None or rule.settings.policy is not Policy.SLO:
             return ""
-        return not_worth(config.costs, config.levels)
+        return self._not_worth
 
     def report(self) -> PrecisionLevel | None:
         """What the controller is told; None: the weights are not nested."""
@@ -73,7 +75,7 @@ class Levels:
         return PrecisionLevel(
             self.level,
             config.levels,
-            decode_ratio(config.costs),
+            self._ratio,
             self.remark,
             counters.precision_switches,
             counters.tokens_in,
@@ -146,9 +148,11 @@ class Levels:
         )
 
     def _load(self, chunks: Sequence[Chunk], rule: PrecisionRule, now_ms: int) -> StepLoad:
-        tokens, since_ms = 0, now_ms
+        tokens, since_ms, decoding = 0, now_ms, 0
         for resident in self._roster.residents.values():
-            if resident.state in (State.WAITING, State.PREFILL) and not resident.generated:
+            if resident.state is State.DECODE:
+                decoding += 1
+            elif resident.state in (State.WAITING, State.PREFILL) and not resident.generated:
                 tokens += self._to_compute(resident)
                 since_ms = min(since_ms, resident.since_ms)
         said_ms = now_ms - self._roster.ruled_ms
@@ -163,6 +167,8 @@ class Levels:
             backlog_tokens=tokens,
             backlog_ms=now_ms - since_ms,
             step_tokens_max=self._config.max_batch_tokens,
+            seats=self._config.max_batch_seqs,
+            decoding=decoding,
             pace=self.pace,
         )
 
