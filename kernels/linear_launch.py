@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.kernels.compiler import KernelSpec, device_target, launch
 from deepinfer.kernels.linear_checks import check_tensor
+from deepinfer.kernels.linear_hopper import HopperPlan
 from deepinfer.kernels.linear_plans import (
     HOPPER_TARGET,
     AnyPlan,
@@ -22,9 +23,8 @@ from deepinfer.kernels.linear_plans import (
     plan_for,
     w4_spec,
 )
-from deepinfer.kernels.linear_tiled import WORKSPACE_FLOATS, TiledPlan
+from deepinfer.kernels.linear_tiled import WORKSPACE_FLOATS
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight, check_mode
-from deepinfer.kernels.linear_wide import WidePlan
 
 NORM, SWIGLU, RESIDUAL, LOGITS = range(4)
 """Epilogues, as in ``csrc/gemm.cuh``."""
@@ -89,15 +89,24 @@ def run(
         plan = plan_for(weight, m, sms, fp8=fp8, split=split, hopper=hopper)
     spec, planes = _kernel(weight, plan, fp8)
     grid: tuple[int, int, int]
-    tail: list[Tensor | None] = []
+    tail: list[Tensor | np.generic | None] = []
     if isinstance(plan, Plan):
         check_held(plan, weight, fp8)
         grid = (-(-m // (8 * plan.column_tiles)), plan.blocks(partials(n), sms), 1)
     else:
-        grid = (-(-m // plan.columns), -(-n // plan.rows), plan.splits)
         tail = [None, None] if workspace is None else [workspace.sums, workspace.tickets]
-        if plan.splits > 1:
-            _check_workspace(workspace, grid[0] * grid[1], plan)
+        if isinstance(plan, HopperPlan):
+            grid = plan.grid(n, weight.columns, m)
+            tail.append(np.int32(plan.share))
+            if plan.splits(weight.columns):
+                floats = plan.floats(n, weight.columns, m)
+                _check_workspace(workspace, floats, plan.tickets(n, m))
+        else:
+            grid = (-(-m // plan.columns), -(-n // plan.rows), plan.splits)
+            if plan.splits > 1:
+                blocks = grid[0] * grid[1]
+                floats = blocks * plan.splits * plan.rows * plan.columns
+                _check_workspace(workspace, floats, blocks)
     launch(
         spec,
         grid,
@@ -141,12 +150,11 @@ def _kernel(
     ]
 
 
-def _check_workspace(workspace: Workspace | None, blocks: int, plan: TiledPlan | WidePlan) -> None:
-    floats = blocks * plan.splits * plan.rows * plan.columns
+def _check_workspace(workspace: Workspace | None, floats: int, tickets: int) -> None:
     if workspace is None:
-        raise ValueError(f"plan splits K over {plan.splits} CTAs, which needs a workspace")
-    if floats > workspace.sums.numel() or blocks > workspace.tickets.numel():
+        raise ValueError("plan shares K among CTAs, which needs a workspace")
+    if floats > workspace.sums.numel() or tickets > workspace.tickets.numel():
         raise ValueError(
             f"workspace has {workspace.sums.numel()} floats and {workspace.tickets.numel()} "
-            f"tickets; plan needs {floats} and {blocks}"
+            f"tickets; plan needs {floats} and {tickets}"
         )

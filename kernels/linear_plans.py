@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
+from deepinfer.kernels.linear_hopper import HopperPlan, hopper_spec
 from deepinfer.kernels.linear_tiled import Kind, TiledPlan, tiled_plan, tiled_spec, tiled_specs
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight
 from deepinfer.kernels.linear_wide import WidePlan, wide_spec
@@ -47,7 +48,7 @@ class Plan:
         return min(tiles, sm_count * max(1, _RESIDENT_WARPS // self.warps))
 
 
-AnyPlan = Plan | TiledPlan | WidePlan
+AnyPlan = Plan | TiledPlan | WidePlan | HopperPlan
 
 # By (length of K, column tiles). The warps, which are the order of the sums, are the
 # same for every column tile.
@@ -166,6 +167,8 @@ def _spec(kind: Kind, plan: AnyPlan, group: int = 128) -> KernelSpec:
         return tiled_spec(kind, plan, group=group)
     if isinstance(plan, WidePlan):
         return wide_spec(kind, plan, group=group)
+    if isinstance(plan, HopperPlan):
+        return hopper_spec(kind, plan)
     source = kind.split()[0]
     # Of 4-bit weights: chunks of 32 that share a scale; a group of 64 reads its scale twice.
     leading = {"f16": "", "w4": f"{4 if group >= 128 else 1}, ", "nested": "0, "}.get(kind, "1, ")
