@@ -31,7 +31,7 @@ Place = Literal[
     "after_fetch_before_report",
     "mid_return",
 ]
-PLACES: Final[tuple[str, ...]] = get_args(Place)
+PLACES: Final[tuple[Place, ...]] = get_args(Place)
 POINT_VARIABLE: Final = "DEEPINFER_FAILPOINT"
 FILE_VARIABLE: Final = "DEEPINFER_FAILPOINT_FILE"
 FOLDER_VARIABLE: Final = "DEEPINFER_FAILPOINT_FOLDER"

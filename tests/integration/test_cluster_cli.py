@@ -24,6 +24,12 @@ import pytest
 import yaml
 
 from deepinfer.client import Accepted, Client, RequestFailed
+from deepinfer.controller.core.planes import Planes
+from deepinfer.controller.core.pools import Worker
+from deepinfer.controller.core.snapshot import _planes
+from deepinfer.kvstore.core.ids import WorkerId
+from deepinfer.kvstore.core.precision import PrecisionLevel
+from deepinfer.kvstore.core.shed import ShedLevel, ShedState
 from support.cluster import Oracle, processes_with, tiny_model
 from support.docs_blocks import ROOT
 
@@ -362,6 +368,9 @@ def _check_status(home: Home) -> None:
         "max_swapped_requests": 5,
     }
     documented = _documented_status()
+    assert documented.pop("workers.precision") == set(PrecisionLevel._fields)
+    planes = Planes(ShedLevel(ShedState.HELD, 64, 8, 100), 0)
+    assert documented.pop("workers.planes") == _planes(Worker(WorkerId("w")), planes).keys()
     assert documented.keys() == document.keys()
     for kind in ("workers", "stores", "gateways"):
         for each in document[kind].values():
@@ -377,7 +386,7 @@ def _documented_status() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for names, what in re.findall(r"^\| (`[^|]+`) \| (.+) \|$", table, re.MULTILINE):
         for name in re.findall(r"`([\w.]+)`", names):
-            found[name.partition(".")[0]] = set(re.findall(r"`(\w+)`", what))
+            found[name.replace(".NAME", "")] = set(re.findall(r"`(\w+)`", what))
     return found
 
 

@@ -132,8 +132,10 @@ def test_plans_are_among_the_specs_and_sum_as_plain_weights_do(hopper: bool) -> 
         weight = NestedWeight(plane, plane)
         plain = F16Weight(torch.empty(n, k, dtype=torch.float16))
         for m in (1, 8, 9, 16):
-            plans = [plan_for(each, m) for each in (plain, weight)]
-            assert plans[0].warps == plans[1].warps
-            assert f16_spec(plans[0]) in known
-            assert nested_spec(False, plans[1]) in known
+            f16, fp16_mode = plan_for(plain, m), plan_for(weight, m)
+            assert isinstance(f16, Plan)
+            assert isinstance(fp16_mode, Plan)
+            assert f16.warps == fp16_mode.warps
+            assert f16_spec(f16) in known
+            assert nested_spec(False, fp16_mode) in known
             assert nested_spec(True, plan_for(weight, m, fp8=True)) in known

@@ -93,6 +93,7 @@ def test_every_plan_is_compiled_and_fits_the_workspace(sm_count: int) -> None:
                 assert isinstance(alone, TiledPlan)
                 assert alone.splits == 1
             else:
+                assert isinstance(plan, Plan)
                 warps.add(plan.warps)
         assert len(warps) == 1  # the order of the sums is that of every batch
 

@@ -109,8 +109,8 @@ def test_the_json_answer_counts_all_tokens() -> None:
     result = CliRunner().invoke(app, ["generate", "-", "--json"], input="Grüße")
     document = json.loads(result.stdout)
     shares = {"fp16": 1.0, "mixed": 0.0, "fp8": 0.0}
-    counts = {"prompt_tokens": 5, "cached_tokens": 3, "mixed_tokens": 0, "fp8_tokens": 0}
-    counts |= {"precision_shares": shares}
+    counts: dict[str, object] = {"prompt_tokens": 5, "cached_tokens": 3}
+    counts |= {"mixed_tokens": 0, "fp8_tokens": 0, "precision_shares": shares}
     assert document["usage"] == counts | {"completion_tokens": 4, "total_tokens": 9}
     for choice in document["choices"]:
         assert choice["usage"] == counts | {"completion_tokens": 2, "total_tokens": 7}

@@ -23,7 +23,7 @@ Q = "model.layers.3.self_attn.q_proj"
 
 def read(values: dict[str, Any]) -> Quantization:
     found = quantization_from_hf({"quantization_config": values})
-    assert found is not None
+    assert isinstance(found, Quantization)
     return found
 
 
@@ -69,6 +69,7 @@ def test_the_first_rule_of_dynamic_that_matches_holds() -> None:
 def test_awq_and_its_older_names() -> None:
     old = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
     found = parse_quantization(old, where="quant_config.json", method_default="awq")
+    assert isinstance(found, Quantization)
     assert found.packing is Packing.AWQ
     assert found.rule(UP).scheme == Scheme(group=64, symmetric=False)
     partly = read(awq_config(modules_to_not_convert=["self_attn"]))
@@ -78,7 +79,7 @@ def test_awq_and_its_older_names() -> None:
 
 def test_compressed_tensors_and_its_older_key() -> None:
     found = quantization_from_hf({"compression_config": compressed_config()})
-    assert found is not None
+    assert isinstance(found, Quantization)
     assert found.packing is Packing.COMPRESSED_TENSORS
     assert found.rule("lm_head").scheme is None
     assert found.rule(UP).scheme == Scheme(group=32, symmetric=True)

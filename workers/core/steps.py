@@ -57,9 +57,7 @@ class Steps:
             return
         self._number += 1
         level = self._levels.plan(batch.chunks, self._shedding.level_min, now_ms)
-        self._running = StepPlan(
-            self._number, batch.chunks, level, moves, self._levels.next_level
-        )
+        self._running = StepPlan(self._number, batch.chunks, level, moves, self._levels.next_level)
         self._members = batch.residents
         for resident in (*self._moved, *batch.residents):
             resident.in_step, resident.step_stale = True, False
