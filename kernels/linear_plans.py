@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
-from deepinfer.kernels.linear_hopper import HopperPlan, hopper_spec
+from deepinfer.kernels.linear_hopper import HopperPlan, hopper_plan, hopper_spec, hopper_specs
 from deepinfer.kernels.linear_tiled import Kind, TiledPlan, tiled_plan, tiled_spec, tiled_specs
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight
 from deepinfer.kernels.linear_wide import WidePlan, wide_spec
@@ -127,6 +127,8 @@ def plan_for(
         if hopper and length == "middle" and partials(weight.rows) >= _MANY * sm_count:
             length = "many"
         return _HOPPER_PLANS[kind].get((length, plan.column_tiles), plan) if hopper else plan
+    if hopper and kind != "w4":
+        return hopper_plan(weight.rows, weight.columns, m, sm_count, split=split)
     return tiled_plan(kind, weight.rows, weight.columns, m, sm_count, split=split)
 
 
@@ -148,7 +150,9 @@ def plan_specs(hopper: bool) -> Iterator[KernelSpec]:
         yield w4_spec(128, plan)
     yield from (nested_spec(False, plan) for plan in _stream_plans("nested", hopper))
     yield from (nested_spec(True, plan) for plan in _stream_plans("nested fp8", hopper))
-    yield from tiled_specs()
+    if hopper:
+        yield from hopper_specs()
+    yield from (spec for spec in tiled_specs() if not hopper or "linear_w4" in spec.name)
 
 
 def _stream_plans(kind: Kind, hopper: bool) -> Iterator[Plan]:

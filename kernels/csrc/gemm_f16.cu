@@ -35,15 +35,12 @@ struct F16Stream : PlainRows {
     u8* to = stage + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (cursor.rows_left > 8 * half)
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-          u8* place = to + (CHUNKS * half + chunk) * 512;
-          if (!chunk || step * STEP + 32 * chunk < K)
-            cp_async16(place, from + 8 * half * K + 32 * chunk);
-          else
-            *reinterpret_cast<uint4*>(place) = zero16();
-        }
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const bool inside = cursor.rows_left > 8 * half && step * STEP + 32 * chunk < K;
+        cp_async16_zfill(to + (CHUNKS * half + chunk) * 512, from + 8 * half * K + 32 * chunk,
+                         inside ? 16 : 0);
+      }
   }
 
   __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {

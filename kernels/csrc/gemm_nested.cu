@@ -31,84 +31,86 @@ struct NestedStream : NestedRows {
   };
   const u8 *upper, *lower;
   i32 K, rows;
+  // Of a lane: where in a stage it copies to and reads, and how far in a row it copies.
+  u32 to, from[2];
+  i32 end;
+
+  __device__ __forceinline__ static NestedStream make(const NestedRows& ends, const u8* upper,
+                                                      const u8* lower, i32 K, i32 rows) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, turned = g & 2;
+    const u32 row = 64 * g, half = row + 8 * (t % 2);
+    NestedStream made{ends, upper, lower, K, rows, row + 16 * (t ^ turned),
+                      {half + 16 * (t / 2 ^ turned), half + 16 * ((2 + t / 2) ^ turned)},
+                      K - 16 * t};
+    // They stay in registers instead of being worked out for every step.
+    opaque(made.to), opaque(made.from[0]), opaque(made.from[1]);
+    return made;
+  }
 
   struct Cursor {
-    i64 from;
+    u32 from;
     i32 rows_left;
   };
 
   __device__ __forceinline__ static int x_offset(int chunk, int t) { return 32 * chunk + 8 * t; }
 
-  __device__ __forceinline__ static int turned(int g) { return g & 2; }
-
   __device__ __forceinline__ Cursor at(i32 tile) const {
     const int lane = threadIdx.x % 32, row = 16 * tile + lane / 4;
-    return {static_cast<i64>(row) * K + 16 * (lane % 4), rows - row};
+    return {static_cast<u32>(row) * K + 16 * (lane % 4), rows - row};
   }
 
   __device__ __forceinline__ void skip(Cursor& cursor, i32 tiles) const {
-    cursor.from += static_cast<i64>(16 * tiles) * K;
+    cursor.from += static_cast<u32>(16 * tiles) * K;
     cursor.rows_left -= 16 * tiles;
   }
 
   __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32 step) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const i64 from = cursor.from + step * STEP;
-    const i32 k = step * STEP + 16 * t;
-    u8* to = stage + 64 * g + 16 * (t ^ turned(g));
+    const i32 k = step * STEP;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (cursor.rows_left > 8 * half)
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-          u8* place = to + UNIT_BYTES * (BLOCKS * half + block);
-          const i64 at = from + 8 * half * K + 64 * block;
-          if (k + 64 * block < K) {
-            cp_async16(place, upper + at);
-            if (BOTH) cp_async16(place + PLANE_BYTES, lower + at);
-          } else {
-            *reinterpret_cast<uint4*>(place) = zero16();
-            if (BOTH) *reinterpret_cast<uint4*>(place + PLANE_BYTES) = zero16();
-          }
-        }
-    if (BOTH && shift && lane == 0)
+      for (int block = 0; block < BLOCKS; ++block) {
+        const int bytes = cursor.rows_left > 8 * half && k + 64 * block < end ? 16 : 0;
+        u8* place = stage + to + UNIT_BYTES * (BLOCKS * half + block);
+        const u32 at = cursor.from + k + 8 * half * K + 64 * block;
+        cp_async16_zfill(place, upper + at, bytes);
+        if (BOTH) cp_async16_zfill(place + PLANE_BYTES, lower + at, bytes);
+      }
+    if (BOTH && shift && threadIdx.x % 32 == 0)
       cp_async16_zfill(stage + SHIFTS, shift + (rows - cursor.rows_left),
                        min(cursor.rows_left, 16));
   }
 
   __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u8* from = stage + 64 * g + 8 * (t % 2);
-    const int places[2] = {16 * (t / 2 ^ turned(g)), 16 * ((2 + t / 2) ^ turned(g))};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const u8* place = from + UNIT_BYTES * (BLOCKS * half + chunk / 2) + places[chunk % 2];
+        const u8* place = stage + from[chunk % 2] + UNIT_BYTES * (BLOCKS * half + chunk / 2);
         part.upper[half][chunk] = *reinterpret_cast<const uint2*>(place);
         if (BOTH) part.lower[half][chunk] = *reinterpret_cast<const uint2*>(place + PLANE_BYTES);
       }
+    part.factors[0] = part.factors[1] = 0x3C003C00u;
     if (BOTH && shift)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        part.factors[half] =
-            half_factor(reinterpret_cast<const signed char*>(stage)[SHIFTS + g + 8 * half]);
+        part.factors[half] = half_factor(reinterpret_cast<const signed char*>(
+            stage)[SHIFTS + threadIdx.x % 32 / 4 + 8 * half]);
   }
 
-  __device__ __forceinline__ void fragments(const Part& part, int chunk, u32 (&a)[2][4]) const {
+  __device__ __forceinline__ static void fragments(const Part& part, int chunk, u32 (&a)[2][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint2 four = part.upper[half][chunk];
       if constexpr (BOTH) {
         const uint2 low = part.lower[half][chunk];
-        decode_nested(four.x, low.x, a[0][half], a[1][half]);
-        decode_nested(four.y, low.y, a[0][2 + half], a[1][2 + half]);
-        if (shift)
+        decode_nested_fast(four.x, low.x, a[0][half], a[1][half]);
+        decode_nested_fast(four.y, low.y, a[0][2 + half], a[1][2 + half]);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            u32& pair = a[i / 2][2 * (i % 2) + half];
-            pair = h2u(__hmul2(u2h(pair), u2h(part.factors[half])));
-          }
+        for (int i = 0; i < 4; ++i) {
+          u32& pair = a[i / 2][2 * (i % 2) + half];
+          pair = h2u(__hmul2(u2h(pair), u2h(part.factors[half])));
+        }
       } else {
         decode_upper_scaled(four.x, a[0][half], a[1][half]);
         decode_upper_scaled(four.y, a[0][2 + half], a[1][2 + half]);
@@ -137,8 +139,8 @@ linear_nested(const u8* __restrict__ upper, const u8* __restrict__ lower,
               float* __restrict__ residual, const __half* __restrict__ gamma,
               float* __restrict__ sumsq_out) {
   extern __shared__ __align__(16) uint4 shared[];
-  const NestedStream<MODE> weights{
-      {row_shift, outlier_starts, outlier_columns, outlier_values}, upper, lower, K, N};
+  const NestedStream<MODE> weights = NestedStream<MODE>::make(
+      {row_shift, outlier_starts, outlier_columns, outlier_values}, upper, lower, K, N);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   stream_gemm<NestedStream<MODE>, NT, WARPS, STAGES, HELD>(weights, x, finish, M, N, K,
                                                            reinterpret_cast<u8*>(shared));

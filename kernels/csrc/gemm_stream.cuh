@@ -89,7 +89,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
     cp_async_commit();
   };
   launch_dependents();
-#pragma unroll
+#pragma unroll 1  // what runs once should be short: every launch reads its instructions anew
   for (int stage = 0; stage < STAGES; ++stage) fetch(ring + stage * STAGE_BYTES, false);
   const float share = 1.f / K;
   wait_for_inputs();
