@@ -17,6 +17,7 @@ FP32 sums of the residual's squares; the linear that reads ``h`` multiplies its 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -83,9 +84,18 @@ __all__ = [
 ]
 
 
+_HOPPER_ROWS: Final = 32
+_HOPPER_NESTED_ROWS: Final = 256
+"""On a Hopper card; many more rows of a nested weight are faster expanded, by cuBLAS."""
+
+
 def max_rows(weight: Weight) -> int:
     """Up to how many rows of ``x`` these functions are the fastest way; they take ``ROWS_MAX``."""
-    return 64 if isinstance(weight, W4Weight) else STREAM_ROWS_MAX
+    if isinstance(weight, W4Weight):
+        return 64
+    if is_hopper(weight.device):
+        return _HOPPER_NESTED_ROWS if isinstance(weight, NestedWeight) else _HOPPER_ROWS
+    return STREAM_ROWS_MAX
 
 
 def specs_for(target: str) -> Iterator[KernelSpec]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
@@ -19,6 +20,10 @@ _NAMES: Final[dict[Kind, str]] = {
 _SHARED_BYTES: Final = {1: 226 * 1024, 2: 111 * 1024}
 """Dynamic shared memory of a CTA at most, by how many of them an SM holds."""
 _STAGES_MAX: Final = 12
+
+HOPPER_FLOATS: Final = 1 << 23
+WORKSPACE_TICKETS: Final = 8192
+"""What plans need of a workspace, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +95,52 @@ def hopper_spec(kind: Kind, plan: HopperPlan) -> KernelSpec:
         plan.shared_bytes(kind),
         True,
     )
+
+
+_MANY: Final = 128
+"""Rows of W for each multiprocessor, from where on tiles alone are work for all."""
+_LONG: Final = 4096
+"""Columns of W from where on wide tiles pay, though CTAs must share them."""
+_SHARE_MIN: Final = 4
+"""Steps of a CTA at least: fewer are not worth the adding up."""
+
+
+def _cut(columns: int, groups: int, step: int, resident: int) -> HopperPlan:
+    return HopperPlan(columns, groups, step, resident, share=1)
+
+
+_TALL: Final = _cut(32, 3, 128, 1)
+_NARROW: Final = _cut(32, 1, 128, 2)
+_MIDDLE: Final = _cut(64, 2, 128, 1)
+_WIDE: Final = _cut(128, 2, 128, 1)
+_WIDEST: Final = _cut(256, 2, 64, 1)
+
+
+def hopper_plan(n: int, k: int, m: int, sm_count: int, *, split: bool = True) -> HopperPlan:
+    """The measured best cut of a weight ``[n, k]`` times ``m`` rows; ``split``: K may be shared.
+
+    It does not depend on how the weight is stored: the order of sums is the same for all.
+    """
+    if n >= _MANY * sm_count:
+        plans = ((32, _TALL), (64, _MIDDLE), (128, _WIDE))
+        cut = next((plan for most, plan in plans if m <= most), _WIDEST)
+    else:
+        cut = _NARROW if m <= 32 or (m <= 64 and k < _LONG) else _MIDDLE
+    down, tiles, steps = -(-m // cut.columns), -(-n // cut.rows), cut.steps(k)
+    room = HOPPER_FLOATS // (2 * cut.rows * cut.columns * down)
+    ctas = max(1, min(sm_count * cut.resident // down, room))
+    if not split:
+        share = -(-tiles // ctas) * steps
+    elif 4 * tiles >= 3 * ctas and tiles <= ctas:
+        share = steps  # what CTAs are left over would not make up for sharing
+    else:
+        share = max(-(-tiles * steps // ctas), min(_SHARE_MIN, steps))
+    return replace(cut, share=share)
+
+
+def hopper_specs() -> Iterator[KernelSpec]:
+    """The kernels of all plans of ``hopper_plan``."""
+    kinds: tuple[Kind, ...] = ("f16", "nested", "nested fp8")
+    for kind in kinds:
+        for cut in (_TALL, _NARROW, _MIDDLE, _WIDE, _WIDEST):
+            yield hopper_spec(kind, cut)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepinfer.kernels.compiler import KernelSpec, device_target, launch
 from deepinfer.kernels.linear_checks import check_tensor
-from deepinfer.kernels.linear_hopper import HopperPlan
+from deepinfer.kernels.linear_hopper import HOPPER_FLOATS, WORKSPACE_TICKETS, HopperPlan
 from deepinfer.kernels.linear_plans import (
     HOPPER_TARGET,
     AnyPlan,
@@ -42,10 +42,11 @@ class Workspace:
 
     @classmethod
     def allocate(cls, device: torch.device | str) -> Workspace:
-        """16 MiB and 1,024 tickets: enough for every plan of ``plan_for``."""
+        """16 MiB (32 on Hopper) and 8,192 tickets: enough for every plan of ``plan_for``."""
+        floats = HOPPER_FLOATS if is_hopper(torch.device(device)) else WORKSPACE_FLOATS
         return cls(
-            torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
-            torch.zeros(1024, dtype=torch.int32, device=device),
+            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.zeros(WORKSPACE_TICKETS, dtype=torch.int32, device=device),
         )
 
 
@@ -100,13 +101,13 @@ def run(
             tail.append(np.int32(plan.share))
             if plan.splits(weight.columns):
                 floats = plan.floats(n, weight.columns, m)
-                _check_workspace(workspace, floats, plan.tickets(n, m))
+                _check_workspace(workspace, grid[0], floats, plan.tickets(n, m))
         else:
             grid = (-(-m // plan.columns), -(-n // plan.rows), plan.splits)
             if plan.splits > 1:
                 blocks = grid[0] * grid[1]
                 floats = blocks * plan.splits * plan.rows * plan.columns
-                _check_workspace(workspace, floats, blocks)
+                _check_workspace(workspace, plan.splits, floats, blocks)
     launch(
         spec,
         grid,
@@ -150,9 +151,9 @@ def _kernel(
     ]
 
 
-def _check_workspace(workspace: Workspace | None, floats: int, tickets: int) -> None:
+def _check_workspace(workspace: Workspace | None, ctas: int, floats: int, tickets: int) -> None:
     if workspace is None:
-        raise ValueError("plan shares K among CTAs, which needs a workspace")
+        raise ValueError(f"plan splits K over {ctas} CTAs, which needs a workspace")
     if floats > workspace.sums.numel() or tickets > workspace.tickets.numel():
         raise ValueError(
             f"workspace has {workspace.sums.numel()} floats and {workspace.tickets.numel()} "

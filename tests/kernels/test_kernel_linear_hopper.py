@@ -11,8 +11,17 @@ import torch
 from deepinfer.deploy.validate import linear_cases, nested_cases
 from deepinfer.deploy.validate.accuracy import Accuracy
 from deepinfer.kernels import linear
-from deepinfer.kernels.linear_hopper import HopperPlan, hopper_spec
+from deepinfer.kernels.linear import F16Weight, NestedWeight
+from deepinfer.kernels.linear_hopper import (
+    HOPPER_FLOATS,
+    WORKSPACE_TICKETS,
+    HopperPlan,
+    hopper_plan,
+    hopper_spec,
+)
 from deepinfer.kernels.linear_launch import is_hopper
+from deepinfer.kernels.linear_plans import HOPPER_TARGET, f16_spec, nested_spec
+from deepinfer.kernels.linear_tiled import Kind
 from kernels.simt.build import COMPILER, emulator
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -30,7 +39,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     device: str = request.param
     if device == "cuda" and not is_hopper(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("the card does not have these products")
-    kinds = ("f16", "nested", "nested fp8")
+    kinds: tuple[Kind, ...] = ("f16", "nested", "nested fp8")
     specs = [hopper_spec(kind, plan) for kind in kinds for plan in (NARROW, WIDE)]
     with emulator(specs) if device == "cpu" else nullcontext():
         yield device
@@ -86,3 +95,23 @@ def test_a_shared_tile_needs_room_for_its_sums() -> None:
     small = linear.Workspace(torch.zeros(64), torch.zeros(64, dtype=torch.int32))
     with pytest.raises(ValueError, match="plan needs 20480 and 2"):
         linear.linear_norm(out, x, weight, plan=NARROW, workspace=small)
+
+
+def test_plans_are_among_the_specs_and_fit_the_workspace() -> None:
+    known = set(linear.specs_for(HOPPER_TARGET))
+    for n, k in ((576, 576), (2560, 2048), (2048, 11008), (22016, 2048), (151936, 2048)):
+        plain = F16Weight(torch.empty(n, k, dtype=torch.float16, device="meta"))
+        plane = torch.empty(n, k, dtype=torch.uint8, device="meta")
+        weight = NestedWeight(plane, plane)
+        for m in (17, 32, 33, 64, 65, 128, 129, 256, 1024):
+            plan = linear.plan_for(plain, m, 132, hopper=True)
+            assert isinstance(plan, HopperPlan)
+            assert plan == linear.plan_for(weight, m, 132, hopper=True)  # the same order of sums
+            assert f16_spec(plan) in known
+            assert nested_spec(False, plan) in known
+            assert (
+                nested_spec(True, linear.plan_for(weight, m, 132, fp8=True, hopper=True)) in known
+            )
+            assert plan.floats(n, k, m) <= HOPPER_FLOATS
+            assert plan.tickets(n, m) <= WORKSPACE_TICKETS
+            assert not hopper_plan(n, k, m, 132, split=False).splits(k)
