@@ -49,6 +49,11 @@ struct Warpgroups {
   static constexpr int SUMS = STAGES * STAGE;                // float [GROUP][PITCH]
   static constexpr int BARRIERS = SUMS + GROUP * PITCH * 4;  // full [STAGES], empty [STAGES]
   static constexpr int BYTES = BARRIERS + 16 * STAGES;
+  // Registers of a thread: what there are for each of one CTA an SM, what copying needs, and what
+  // that leaves to those that multiply, who take it where their sums are many.
+  static constexpr int EQUAL = 65536 / (MULTIPLIERS + 128) / 8 * 8, COPY_REGISTERS = 56;
+  static constexpr int REGISTERS = (EQUAL * (WGS + 1) - COPY_REGISTERS) / WGS / 8 * 8;
+  static constexpr bool MOVED = COLUMNS * WGS >= 192;
   static_assert(STAGE % 1024 == 0 && STEP % 64 == 0, "operand tiles are at multiples of 1024");
 };
 
@@ -156,7 +161,6 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
                         i32 N, i32 K, float* workspace, i32* tickets, i32 share, u8* shared) {
   using C = Warpgroups<F, COLUMNS, WGS, STEP, STAGES>;
   constexpr int ROWS = C::ROWS, MULTIPLIERS = C::MULTIPLIERS, PITCH = C::PITCH;
-  constexpr bool LARGE = COLUMNS == 256;
   __shared__ float rstd[COLUMNS];
   __shared__ bool is_last;
   u64* const full = reinterpret_cast<u64*>(shared + C::BARRIERS);
@@ -172,7 +176,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   }
   __syncthreads();
   if (warp >= 4 * WGS) {
-    if (LARGE) registers_at_most<56>();
+    if (C::MOVED) registers_at_most<C::COPY_REGISTERS>();
     const int thread = threadIdx.x - MULTIPLIERS;
     if (thread < COPIERS) {
       copy_weights<C, F, STEP, STAGES>(weights, work, shared, full, empty, thread, N, K);
@@ -184,7 +188,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
     cp_async_wait<0>();
     return;
   }
-  if (LARGE) registers_at_least<224>();
+  if (C::MOVED) registers_at_least<C::REGISTERS>();
 
   float acc[COLUMNS / 2];
   float* const sums = reinterpret_cast<float*>(shared + C::SUMS);
@@ -247,21 +251,22 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
       }
       named_sync(EVERYONE, MULTIPLIERS);
       if (!is_last) continue;
-      // Four times four loads at once: they take long, and there are registers for so many.
+      // So many loads at once as there are registers for: they take long.
+      constexpr int AT_ONCE = COLUMNS > 64 ? 2 : 4;
 #pragma unroll
       for (int from = 0; from < COLUMNS / 8; from += 4) {
 #pragma unroll
         for (int i = 4 * from; i < 4 * from + 16; ++i) acc[i] = 0.f;
-        for (i32 cta = first; cta <= last; cta += 4) {
-          float4 parts[4][4];
+        for (i32 cta = first; cta <= last; cta += AT_ONCE) {
+          float4 parts[AT_ONCE][4];
 #pragma unroll
-          for (int other = 0; other < 4; ++other) {
+          for (int other = 0; other < AT_ONCE; ++other) {
             const float4* const theirs = place(min(cta + other, last)) + from * MULTIPLIERS;
 #pragma unroll
             for (int i = 0; i < 4; ++i) parts[other][i] = ld_cg(theirs + i * MULTIPLIERS);
           }
 #pragma unroll
-          for (int other = 0; other < 4; ++other)
+          for (int other = 0; other < AT_ONCE; ++other)
             if (cta + other <= last)
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
