@@ -37,7 +37,7 @@ from deepinfer.kvstore.core.precision import PrecisionError, PrecisionSettings, 
 
 PLACES: Final = ("simulate", "cpu", "card")
 POLICIES: Final = ("fp16", "fp8", "threshold", "slo")
-LOADS: Final = (0.6, 0.85, 1.0, 1.1, 1.2)
+LOADS: Final = (0.6, 0.85, 1.0, 1.1, 1.2, 1.3)
 """Rates by default, as shares of what FP16 can serve for ever."""
 CPU_RATES: Final = (0.25, 0.5)
 CONTEXTS: Final = {"simulate": 32_768, "cpu": 512, "card": 32_768}
@@ -165,7 +165,7 @@ def open_place(plan: Plan, console: Console) -> Place:
         return on_card(plan.shape, plan.context)
     from deepinfer.deploy.bench.trace_cluster import OnCluster
 
-    return OnCluster(plan.model, plan.context, console)
+    return OnCluster(plan.model, console)
 
 
 def measure(

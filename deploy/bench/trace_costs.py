@@ -97,10 +97,9 @@ def _cost(place: str, entry: Any) -> StepCost:
     values: dict[str, Sequence[float]] = {}
     for name, kinds in (("rows", int), ("us", (int, float))):
         numbers = entry.get(name)
-        legal = isinstance(numbers, list) and all(
+        if not isinstance(numbers, list) or not all(
             isinstance(number, kinds) and not isinstance(number, bool) for number in numbers
-        )
-        if not legal:
+        ):
             raise ConfigError(f"{place}.{name} = {numbers!r}: must be a list of numbers")
         values[name] = numbers
     context = entry.get("us_per_context_token", 0.0)
