@@ -53,7 +53,7 @@ from deepinfer.kernels.linear_weights import (
     pack_w4,
     unpack_w4,
 )
-from deepinfer.kernels.linear_wide import WidePlan
+from deepinfer.kernels.linear_wide import GROUP_MIN, WidePlan
 from deepinfer.kernels.nested import NestedWeight
 
 __all__ = [
@@ -84,18 +84,16 @@ __all__ = [
 ]
 
 
-_HOPPER_ROWS: Final = 32
-_HOPPER_NESTED_ROWS: Final = 256
-"""On a Hopper card; many more rows of a nested weight are faster expanded, by cuBLAS."""
+_TILED_ROWS: Final = 64
+_ROWS_ON_HOPPER: Final = {F16Weight: 32, W4Weight: 128, NestedWeight: 256}
+"""More rows of a weight that is not plain FP16 are faster expanded, by cuBLAS."""
 
 
 def max_rows(weight: Weight) -> int:
     """Up to how many rows of ``x`` these functions are the fastest way; they take ``ROWS_MAX``."""
-    if isinstance(weight, W4Weight):
-        return 64
-    if is_hopper(weight.device):
-        return _HOPPER_NESTED_ROWS if isinstance(weight, NestedWeight) else _HOPPER_ROWS
-    return STREAM_ROWS_MAX
+    if is_hopper(weight.device) and not (isinstance(weight, W4Weight) and weight.group < GROUP_MIN):
+        return _ROWS_ON_HOPPER[type(weight)]
+    return STREAM_ROWS_MAX if isinstance(weight, F16Weight) else _TILED_ROWS
 
 
 def specs_for(target: str) -> Iterator[KernelSpec]:

@@ -10,7 +10,7 @@ from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear_hopper import HopperPlan, hopper_plan, hopper_spec, hopper_specs
 from deepinfer.kernels.linear_tiled import Kind, TiledPlan, tiled_plan, tiled_spec, tiled_specs
 from deepinfer.kernels.linear_weights import F16Weight, W4Weight, Weight
-from deepinfer.kernels.linear_wide import WidePlan, wide_spec
+from deepinfer.kernels.linear_wide import GROUP_MIN, WidePlan, wide_plan, wide_spec, wide_specs
 from deepinfer.kernels.nested import NestedWeight
 
 TILE_ROWS: Final = 16
@@ -127,6 +127,8 @@ def plan_for(
         if hopper and length == "middle" and partials(weight.rows) >= _MANY * sm_count:
             length = "many"
         return _HOPPER_PLANS[kind].get((length, plan.column_tiles), plan) if hopper else plan
+    if hopper and isinstance(weight, W4Weight) and weight.group >= GROUP_MIN:
+        return wide_plan(weight.rows, weight.columns, m, sm_count, split=split)
     if hopper and kind != "w4":
         return hopper_plan(weight.rows, weight.columns, m, sm_count, split=split)
     return tiled_plan(kind, weight.rows, weight.columns, m, sm_count, split=split)
@@ -152,7 +154,8 @@ def plan_specs(hopper: bool) -> Iterator[KernelSpec]:
     yield from (nested_spec(True, plan) for plan in _stream_plans("nested fp8", hopper))
     if hopper:
         yield from hopper_specs()
-    yield from (spec for spec in tiled_specs() if not hopper or "linear_w4" in spec.name)
+        yield from wide_specs()
+    yield from tiled_specs(hopper)
 
 
 def _stream_plans(kind: Kind, hopper: bool) -> Iterator[Plan]:
@@ -170,7 +173,7 @@ def _spec(kind: Kind, plan: AnyPlan, group: int = 128) -> KernelSpec:
     if isinstance(plan, TiledPlan):
         return tiled_spec(kind, plan, group=group)
     if isinstance(plan, WidePlan):
-        return wide_spec(kind, plan, group=group)
+        return wide_spec(plan)
     if isinstance(plan, HopperPlan):
         return hopper_spec(kind, plan)
     source = kind.split()[0]

@@ -63,12 +63,13 @@ class TiledPlan:
         return -(-n // self.rows) * -(-m // self.columns)
 
 
-_NARROW: Final = TiledPlan(4, 2, 4)
+_NARROW: Final = TiledPlan(4, 2, 4, resident=3)
 _NARROW_LOW: Final = TiledPlan(4, 2, 2, step_warps=2)
-_WIDE: Final = TiledPlan(8, 2, 4)
+_WIDE: Final = TiledPlan(8, 2, 4, resident=3)
 _WIDE_LOW: Final = TiledPlan(8, 2, 2, step_warps=2)
-_SQUARE: Final = TiledPlan(8, 2, 4, column_warps=2)
-_W4_WIDE: Final = TiledPlan(8, 1, 8)  # sums of a group need as many registers again
+# Sums of a group need as many registers again.
+_W4_NARROW: Final = TiledPlan(4, 1, 8)
+_W4_WIDE: Final = TiledPlan(8, 1, 8)
 
 
 def tiled_plan(
@@ -76,11 +77,9 @@ def tiled_plan(
 ) -> TiledPlan:
     """The measured best cut of a weight ``[n, k]`` times ``m`` rows; ``split``: K may be shared."""
     if kind == "w4":
-        plan = _NARROW if m <= 32 else _W4_WIDE
+        plan = _W4_NARROW if m <= 32 else _W4_WIDE
     else:
         high, low = (_NARROW, _NARROW_LOW) if m <= 32 else (_WIDE, _WIDE_LOW)
-        if m > 64:
-            high = low = _SQUARE
         plan = high if high.blocks(n, m) >= sm_count else low
     steps = k // (_BLOCK[kind] * plan.step_warps)
     ctas, area = plan.resident * sm_count, plan.rows * plan.columns
@@ -109,11 +108,15 @@ def tiled_spec(kind: Kind, plan: TiledPlan, *, group: int = 128) -> KernelSpec:
     return KernelSpec("gemm_tiled.cu", name, plan.threads, max(stages * stage, sums), True)
 
 
-def tiled_specs() -> Iterator[KernelSpec]:
-    """The kernels of all plans of ``tiled_plan``."""
-    for kind in ("f16", "nested", "nested fp8"):
-        for plan in (_NARROW, _NARROW_LOW, _WIDE, _WIDE_LOW, _SQUARE):
-            yield tiled_spec(kind, plan)
-    for group in (32, 128):
-        for plan in (_NARROW, _W4_WIDE):
-            yield tiled_spec("w4", plan, group=group)
+def tiled_specs(hopper: bool) -> Iterator[KernelSpec]:
+    """The kernels of all plans of ``tiled_plan`` that a worker launches: none of plain FP16, for
+    which cuBLAS is faster. ``hopper``: a card that has kernels of its own for all but groups of
+    fewer than 128 columns."""
+    for plan in (_W4_NARROW, _W4_WIDE):
+        yield tiled_spec("w4", plan, group=32)
+        if not hopper:
+            yield tiled_spec("w4", plan)
+    if not hopper:
+        for plan in (_NARROW, _NARROW_LOW, _WIDE, _WIDE_LOW):
+            yield tiled_spec("nested", plan)
+            yield tiled_spec("nested fp8", plan)

@@ -1,4 +1,4 @@
-"""How launches of many rows by Hopper's warpgroup products are cut (``csrc/gemm_hopper.cu``)."""
+"""How launches of 4-bit weights by Hopper's warpgroup products are cut (``gemm_w4_hopper.cu``)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from deepinfer.kernels.compiler import KernelSpec
-from deepinfer.kernels.linear_tiled import Kind, splits_for
+from deepinfer.kernels.linear_tiled import splits_for
 
-_STEP: Final[dict[Kind, int]] = {"f16": 64, "w4": 128, "nested": 64, "nested fp8": 64}
-_ROW_BYTES: Final[dict[Kind, int]] = {"f16": 128, "w4": 64, "nested": 128, "nested fp8": 64}
-"""Columns of a weight that are copied at once, and their bytes."""
-_PRODUCT: Final = 128
-"""Rows of x of one product, at most."""
+GROUP_MIN: Final = 128
+"""The smallest group of columns with a scale that these kernels take."""
+
+_STEP: Final = 128
+"""Columns of a weight that are copied and multiplied at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class WidePlan:
-    """A launch on sm_90a: ``columns`` rows of x a CTA (32, 64, 128 or 256) and 64 ``groups`` rows
-    of W, ``stages`` steps of K in shared memory, ``resident`` CTAs an SM; ``splits`` of them share
-    K (more than one needs a ``Workspace``)."""
+    """A launch on sm_90a: ``columns`` rows of x a CTA (32, 64 or 128) and 64 ``groups`` rows of W,
+    ``stages`` steps of K in shared memory, ``resident`` CTAs an SM; ``splits`` of them share K
+    (more than one needs a ``Workspace``)."""
 
     columns: int
     groups: int
@@ -38,36 +38,26 @@ class WidePlan:
         return -(-n // self.rows) * -(-m // self.columns)
 
 
-_PLANS: Final = (WidePlan(32, 2, 4, 2), WidePlan(64, 2, 4, 2), WidePlan(128, 2, 3, 2))
-_W4_PLANS: Final = (WidePlan(32, 2, 6, 2), WidePlan(64, 2, 4, 2), WidePlan(128, 2, 5, 1))
+_PLANS: Final = (WidePlan(32, 1, 6, 3), WidePlan(64, 2, 4, 2), WidePlan(128, 2, 5, 1))
 
 
-def wide_plan(kind: Kind, n: int, k: int, m: int, sm_count: int, *, split: bool = True) -> WidePlan:
+def wide_plan(n: int, k: int, m: int, sm_count: int, *, split: bool = True) -> WidePlan:
     """The measured best cut of a weight ``[n, k]`` times ``m`` rows; ``split``: K may be shared."""
-    plans = _W4_PLANS if kind == "w4" else _PLANS
-    plan = next((each for each in plans if m <= each.columns), plans[-1])
-    ctas, area = plan.resident * sm_count, plan.rows * plan.columns
-    splits = splits_for(plan.blocks(n, m), ctas, k // _STEP[kind], area) if split else 1
+    plan = next((each for each in _PLANS if m <= each.columns), _PLANS[-1])
+    ctas, area = min(plan.resident, 2) * sm_count, plan.rows * plan.columns
+    splits = splits_for(plan.blocks(n, m), ctas, k // _STEP, area) if split else 1
     return replace(plan, splits=splits)
 
 
-def wide_spec(kind: Kind, plan: WidePlan, *, group: int = 128) -> KernelSpec:
-    """The kernel of a plan; ``group``: columns that share a scale of 4-bit weights."""
-    stage = plan.columns * 2 * _STEP[kind] + plan.rows * _ROW_BYTES[kind]
+def wide_spec(plan: WidePlan) -> KernelSpec:
+    """The kernel of a plan."""
+    stage = plan.columns * 2 * _STEP + plan.rows * _STEP // 2
     sums = plan.columns * (plan.rows + 4) * 4
-    leading = {"f16": "", "w4": f"{4 if group >= 128 else 1}, ", "nested": "0, "}.get(kind, "1, ")
-    each = min(plan.columns, _PRODUCT)
-    blocks = plan.columns // each
-    cut = f"{leading}{plan.groups}, {each}, {blocks}, {plan.stages}, {plan.resident}"
-    name = f"linear_{kind.split()[0]}_hopper<{cut}>"
-    return KernelSpec(
-        "gemm_hopper.cu", name, 128 * plan.groups, max(plan.stages * stage, sums), True
-    )
+    name = f"linear_w4_hopper<{plan.groups}, {plan.columns}, {plan.stages}, {plan.resident}>"
+    threads = 128 * plan.groups
+    return KernelSpec("gemm_w4_hopper.cu", name, threads, max(plan.stages * stage, sums), True)
 
 
 def wide_specs() -> Iterator[KernelSpec]:
     """The kernels of all plans of ``wide_plan``."""
-    for plan in _PLANS:
-        for kind in ("f16", "nested", "nested fp8"):
-            yield wide_spec(kind, plan)
-    yield from (wide_spec("w4", plan) for plan in _W4_PLANS)
+    yield from map(wide_spec, _PLANS)

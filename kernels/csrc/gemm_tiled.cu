@@ -198,9 +198,15 @@ struct W4 : WholeRows {
   }
 };
 
-// Only a large card holds so many, and more than two CTAs of few warps: two of eight would leave a
-// thread too few registers.
-constexpr int tiled_residents(int warps, int residents) { return warps > 4 ? 1 : residents; }
+// How many CTAs an SM shall have registers for: SM86 has shared memory for one, and two of eight
+// warps would leave a thread too few.
+constexpr int tiled_residents(int warps, int residents) {
+#if !defined(SIMT_EMULATION) && __CUDA_ARCH__ >= 900
+  return warps > 4 ? 1 : residents;
+#else
+  return 1;
+#endif
+}
 
 template <int NT, int MT, int WR, int WC, int WK, int STAGES, int RESIDENT>
 __global__ void __launch_bounds__(32 * WR * WC * WK, tiled_residents(WR * WC * WK, RESIDENT))

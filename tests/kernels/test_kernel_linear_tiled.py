@@ -107,7 +107,6 @@ def test_plans_are_among_the_specs_and_cut_both_modes_alike() -> None:
         for m in (17, 32, 33, 64, 65, 128, 1024):
             plan = linear.plan_for(plain, m, 132)
             assert plan == linear.plan_for(nested, m, 132)  # the same order of sums
-            assert f16_spec(plan) in known
             assert nested_spec(False, plan) in known
             assert nested_spec(True, linear.plan_for(nested, m, 132, fp8=True)) in known
         for group in (32, 128):
