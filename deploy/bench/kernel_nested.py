@@ -14,6 +14,7 @@ from deepinfer.deploy.bench.kernel_timing import graph_us, rotations
 from deepinfer.deploy.validate.linear_cases import f16_weight
 from deepinfer.deploy.validate.scope import linear_shapes
 from deepinfer.kernels import linear, linear_w8a8, nested
+from deepinfer.kernels.compiler import precompile
 from deepinfer.kernels.linear import F16Weight, NestedWeight, Workspace
 from deepinfer.kernels.linear_w8a8 import W8A8Weight
 from deepinfer.workers.gpu.products import SCRATCH_BYTES
@@ -39,6 +40,9 @@ def time_nested(
     fp8_products = device.type == "cuda" and (
         torch.cuda.get_device_capability(device) >= linear_w8a8.CAPABILITY_MIN
     )
+    if device.type == "cuda":
+        mine = (*linear.specs(), *linear_w8a8.specs())
+        precompile([spec for spec in mine if "w4" not in spec.name])
     for name, n, k in linear_shapes(config):
         if device.type == "cuda":
             torch.cuda.empty_cache()
