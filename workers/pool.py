@@ -108,7 +108,7 @@ class PagedPool:
         self.copies = copies
         self._copied_in = itertools.count(1)  # in one go whatever thread asks
         self.copies_in = 0
-        """Changes with every copy into blocks, before the first byte is written."""
+        """Changes with every copy into sequences' blocks, before the first byte is written."""
         ring = 0 if copies is None else copies.ring_rows(layout.block_bytes)
         self._memory = torch.zeros(
             (num_blocks + ring, layout.block_bytes), dtype=torch.uint8, device=self.device
@@ -207,9 +207,15 @@ class PagedPool:
             at += span.numel()
         return None
 
-    def begin_in(self, block_ids: Sequence[int], source: Buffer, fence: Fence) -> Wait | None:
-        """``copy_in`` behind ``fence``; returns what waits until it has ended, None if it has."""
-        self.copies_in = next(self._copied_in)
+    def begin_in(
+        self, block_ids: Sequence[int], source: Buffer, fence: Fence, *, of_sequences: bool = True
+    ) -> Wait | None:
+        """``copy_in`` behind ``fence``; returns what waits until it has ended, None if it has.
+
+        Blocks that are not ``of_sequences`` change nothing that a step has computed.
+        """
+        if of_sequences:
+            self.copies_in = next(self._copied_in)
         flat = self._flat(source, len(block_ids), "source", writable=False)
         self._check_ids(block_ids)
         if len(set(block_ids)) != len(block_ids):

@@ -21,11 +21,13 @@ from deepinfer.deploy.bench.kernel_steps import (
 )
 from deepinfer.deploy.bench.kernel_timing import fill_with_numbers, warm_up
 from deepinfer.deploy.bench.random_weights import random_model
+from deepinfer.kernels.linear import F16Weight, NestedWeight, Weight
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.workers.gpu.card import Card
 from deepinfer.workers.gpu.opening import OpenedGpu, StepSizes, open_gpu
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.settings import GpuSettings, NestedSettings
+from deepinfer.workers.gpu.weights import GpuLayer, GpuWeights, linears
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.model.nested import nest
@@ -84,6 +86,7 @@ def time_nested_model(
         "plain": {
             "notes": list(plain.notes),
             "bytes": plain.budget.weights,
+            "tensor_bytes": tensor_bytes(plain.runner.decoder.weights),
             "step_bytes": weight_bytes(plain.runner.decoder.weights),
             "decode": [decode_cell(plain.runner, batch, context) for batch in batches],
         },
@@ -113,6 +116,7 @@ def of_nested(
     found: dict[str, Any] = {
         "notes": list(opened.notes),
         "bytes": opened.budget.weights + opened.budget.lower,
+        "tensor_bytes": tensor_bytes(runner.decoder.weights),
         "step_bytes": [weight_bytes(runner.decoder.weights, fp8=fp8) for fp8 in (False, True)],
         "costs": [
             {"rows": cost.rows, "us": cost.us, "us_per_context_token": cost.us_per_context_token}
@@ -153,6 +157,28 @@ def logits_of_steps(runner: GpuRunner, level: int = 0) -> list[Tensor]:
         found.append(logits.cpu())
     runner.forget()
     return found
+
+
+def tensor_bytes(weights: GpuWeights) -> int:
+    """Exactly what the tensors of a model take, whatever the allocator makes of it."""
+    linear = (*linears(weights), weights.head)
+    total = sum(_linear_bytes(each) for each in linear)
+    if not weights.config.tied_embeddings and isinstance(weights.embedding, Tensor):
+        total += weights.embedding.nbytes
+    norms = (weights.norm, *(norm for each in weights.layers for norm in _norms(each)))
+    return total + sum(norm.nbytes for norm in norms) + weights.cos.nbytes + weights.sin.nbytes
+
+
+def _norms(layer: GpuLayer) -> list[Tensor]:
+    found = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+    return [norm for norm in found if norm is not None]
+
+
+def _linear_bytes(weight: Weight) -> int:
+    if isinstance(weight, NestedWeight):
+        return weight.nbytes
+    assert isinstance(weight, F16Weight)
+    return weight.weight.nbytes + (0 if weight.bias is None else weight.bias.nbytes)
 
 
 def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
@@ -218,6 +244,7 @@ def _time_planes(opened: OpenedGpu, context: int) -> dict[str, Any]:
     top = runner.levels - 1
     found: dict[str, Any] = {
         "bytes": opened.budget.weights,
+        "tensor_bytes": tensor_bytes(runner.decoder.weights) - planes.plane_bytes,
         "tail_blocks": planes.tail_blocks,
         "tail_bytes": pool.layout.payload_bytes(planes.tail_blocks),
         "restore_ms": [],

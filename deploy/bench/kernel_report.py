@@ -145,7 +145,9 @@ def _nested_model(found: dict[str, Any]) -> Iterator[Table]:
         "weights on the card, MiB", f"{nested['bytes'] / 2**20:,.0f} ({whole:.4f}x plain)"
     )
     facts.add_row(
-        "shed, MiB", f"{shed['bytes'] / 2**20:,.0f} ({shed['bytes'] / plain['bytes']:.4f}x plain)"
+        "shed, MiB",
+        f"{shed['bytes'] / 2**20:,.0f} ({shed['bytes'] / plain['tensor_bytes']:.4f}x plain's "
+        f"tensors, {shed['bytes'] / shed['tensor_bytes']:.4f}x its own)",
     )
     facts.add_row("KV blocks more when shed", f"{shed['tail_blocks']:,}")
     facts.add_row("restored in, ms", ", ".join(f"{ms:.0f}" for ms in shed["restore_ms"]))

@@ -14,6 +14,7 @@ from deepinfer.deploy.bench import kernel_nested_model, kernel_report, kernel_st
 from deepinfer.deploy.bench.random_weights import random_model
 from deepinfer.kernels.nested import NestedWeight
 from deepinfer.kvstore.core.precision import StepCost
+from deepinfer.workers.gpu import planes as planes_module
 from deepinfer.workers.gpu.budget import MemoryBudget
 from deepinfer.workers.gpu.costs import measure_costs
 from deepinfer.workers.gpu.opening import OpenedGpu
@@ -39,7 +40,8 @@ BLOCKS = 32
 
 
 @pytest.fixture(autouse=True)
-def emulated() -> Iterator[None]:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(planes_module, "PIECE_BYTES", 2 * 4096)  # two blocks
     with emulated_gpu():
         yield
 
@@ -95,8 +97,9 @@ def test_kv_takes_the_planes_place_and_fp16_is_as_before_after_their_return(head
     wait = planes.restore()
     with pytest.raises(ValueError, match="level 0: the lower planes are not on the card"):
         decode(runner, 0, (1, 2))
-    assert device.in_flight() > 0
+    copies = runner.pool.copies_in
     wait()
+    assert runner.pool.copies_in == copies, "or what was computed ahead would be thrown away"
     assert device.in_flight() == 0
     assert torch.equal(decode(runner, 0, (1, 2)), fp16)
     assert torch.equal(decode(runner, 1, (5, 6)), fp8)
@@ -255,7 +258,11 @@ def test_the_bench_of_a_nested_model_measures_and_compares(
     assert all(each["bits"] for each in (found, found["switches"], found["shed"]))
     assert found["step_bytes"][1] < 0.6 * found["step_bytes"][0]
     assert found["switches"]["ahead_used"] >= found["switches"]["steps"] - 3
-    plain_figures = {"bytes": 90, "decode": [{"batch": 1, "tokens_per_s": 5.0}] * 2}
+    plain_figures = {
+        "bytes": 90,
+        "tensor_bytes": 80,
+        "decode": [{"batch": 1, "tokens_per_s": 5.0}] * 2,
+    }
     report = {"context": 32, "plain": plain_figures, "nested": found}
     decode, facts = kernel_report.tables("nested-model", report)
     assert decode.row_count == 2

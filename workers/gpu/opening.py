@@ -184,13 +184,14 @@ def open_gpu(
         with torch.inference_mode():
             shelved, remark = _shelve(weights, layout, copies, head=sheds_head)
     if shelved is not None:
+        whole = torch.cuda.memory_reserved()
         weights = shelved.taken_from(weights)
         gc.collect()
         torch.cuda.empty_cache()
-        kept = lower_bytes(weights)
+        freed = whole - torch.cuda.memory_reserved()
         budget = replace(
             budget,
-            weights=budget.weights + kept,
+            weights=budget.weights + budget.lower - freed,
             lower=layout.payload_bytes(shelved.blocks),
         )
     tail = 0 if shelved is None else shelved.blocks

@@ -3,7 +3,8 @@
 The planes lie one behind the other in a *tail* of whole blocks. Their addresses never change, so
 graphs hold them; in FP8 nothing reads them, and the tail's bytes are blocks like any others. A copy
 of the tail is kept in host memory, pinned where that can be had: leaving the card is no copy at
-all, coming back is a single one beside the steps.
+all, and coming back goes beside the steps, in pieces: on the bus a step's inputs, a few KiB, have
+to wait for whatever copy is under way.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import itertools
 import math
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,7 +27,12 @@ from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.workers.gpu.reader import aligned
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.weights import GpuWeights, linears
-from deepinfer.workers.pool import PagedPool, Wait
+from deepinfer.workers.pool import Fence, PagedPool, Wait
+
+PIECE_BYTES: Final = 4 << 20
+"""Of one copy on the way back: a tenth of a millisecond."""
+PIECES: Final = 2
+"""So many are under way."""
 
 
 class PlanesError(RuntimeError):
@@ -73,7 +81,7 @@ class ShelvedPlanes:
             assert weight.lower is not None
             room.copy_(weight.lower)
         self._sum = self._checksum()
-        self._head = head
+        self.head = head
 
     @property
     def blocks(self) -> int:
@@ -82,12 +90,12 @@ class ShelvedPlanes:
 
     def taken_from(self, weights: GpuWeights) -> GpuWeights:
         """The weights without the planes: who lets go of the others frees their memory."""
-        planes = sheddable(weights, head=self._head)
+        planes = sheddable(weights, head=self.head)
         return _replaced(weights, {id(each): replace(each, lower=None) for each in planes})
 
     def placed(self, weights: GpuWeights, tail: Tensor) -> GpuWeights:
         """The weights with their planes in ``tail``, uint8 like ``rows``: nothing is copied."""
-        planes = sheddable(weights, head=self._head)
+        planes = sheddable(weights, head=self.head)
         return _replaced(
             weights,
             {id(each): replace(each, lower=room) for each, room in _rooms(planes, tail)},
@@ -133,6 +141,14 @@ class GpuPlanes:
         """Blocks that the pool has more while the planes are away."""
         return len(self._tail)
 
+    @property
+    def plane_bytes(self) -> int:
+        """What the planes alone take of the tail."""
+        return sum(
+            each.upper.numel()
+            for each in sheddable(self._runner.decoder.weights, head=self._shelved.head)
+        )
+
     def shed(self) -> None:
         """Make the tail's bytes free to overwrite; waits for the steps launched so far.
 
@@ -142,21 +158,34 @@ class GpuPlanes:
         self._settle()
 
     def restore(self) -> Wait:
-        """Begin to copy the planes back, behind the steps launched so far.
+        """Get ready to copy the planes back, behind the steps launched so far.
 
-        Nobody may use the tail's blocks. What is returned waits until they are there; then every
-        level may be computed again. Raises PlanesError if the host's copy is damaged.
+        Nobody may use the tail's blocks. What is returned copies them; then every level may be
+        computed again. Raises PlanesError if the host's copy is damaged.
         """
         self._shelved.check()
-        rows = self._shelved.rows.view(-1)
-        wait = self._pool.begin_in(self._tail, rows, self._pool.fence())
+        fence = self._pool.fence()
 
         def restored() -> None:
-            if wait is not None:
-                wait()
+            self._copy_back(fence)
             self._runner.level_min = 0
 
         return restored
+
+    def _copy_back(self, fence: Fence) -> None:
+        """Copy the tail in, piece by piece, and wait for it."""
+        rows, tail = self._shelved.rows, self._tail
+        piece = max(1, PIECE_BYTES // rows.shape[1])
+        under_way: deque[Wait] = deque()
+        for first in range(0, len(tail), piece):
+            some = rows[first : first + piece].view(-1)
+            wait = self._pool.begin_in(tail[first : first + piece], some, fence, of_sequences=False)
+            if wait is not None:
+                under_way.append(wait)
+            if len(under_way) == PIECES:
+                under_way.popleft()()
+        for wait in under_way:
+            wait()
 
 
 def _rooms(planes: list[NestedWeight], rows: Tensor) -> Iterator[tuple[NestedWeight, Tensor]]:
