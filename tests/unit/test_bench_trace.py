@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -209,17 +210,19 @@ def test_costs_that_are_no_file(tmp_path: Path) -> None:
 
 
 def test_capacity_grows_with_speed() -> None:
-    lengths = {"input_tokens": 1000.0, "output_tokens": 200.0, "step_tokens": 2048, "seats": 64}
-    fp16, fp8 = (capacity(cost, **lengths) for cost in COSTS)  # type: ignore[arg-type]
+    fp16, fp8 = (
+        capacity(cost, input_tokens=1000, output_tokens=200, step_tokens=2048, seats=64)
+        for cost in COSTS
+    )
     assert 30 < fp16 < fp8 < 80
 
 
 # ---- replays -------------------------------------------------------------------------------
 
 
-def serve(asks: tuple[Ask, ...], policy: str, workers: int = 1, **settings: float) -> Replayed:
+def serve(asks: tuple[Ask, ...], policy: str, workers: int = 1) -> Replayed:
     config = worker_config(COSTS, 4096, BLOCK_BYTES)
-    chosen = PrecisionSettings(policy=Policy(policy), **settings)  # type: ignore[arg-type]
+    chosen = PrecisionSettings(policy=Policy(policy))
     steppers = [SimulatedStepper(COSTS, Random(i)) for i in range(workers)]
     return replay(asks, [config] * workers, steppers, chosen, SimulatedClock())
 
@@ -355,14 +358,15 @@ def test_the_verdict(slo: list[float], threshold: float, holds: bool) -> None:
         ("workers", 0, "workers = 0: must be between"),
     ],
 )
-def test_plans_that_cannot_be(name: str, value: object, said: str) -> None:
+def test_plans_that_cannot_be(name: str, value: Any, said: str) -> None:
     plan = Plan(trace=Path("trace"))
     with pytest.raises(ConfigError, match=said):
         replace(plan, **{name: value})
 
 
 def test_options_of_the_simulation_alone() -> None:
-    for name, value in (("workers", 2), ("costs", Path("costs"))):
+    given: dict[str, Any] = {"workers": 2, "costs": Path("costs")}
+    for name, value in given.items():
         with pytest.raises(ConfigError, match=f"{name} = .* where card"):
             replace(Plan(trace=Path("trace"), where="card"), **{name: value})
     assert parse_rates("1,2.5") == (1.0, 2.5)
