@@ -3,7 +3,7 @@
 
 struct F16Stream : PlainRows {
   static constexpr int CHUNKS = 2, STEP = 32 * CHUNKS, STAGE_BYTES = 1024 * CHUNKS;
-  static constexpr int GROUP_CHUNKS = 0;
+  static constexpr int GROUP_CHUNKS = 0, SIDE_BYTES = 0;
   static constexpr bool SHARES = false;
   static constexpr float UNIT = 1.f, HIGH = 1.f;
   static constexpr u32 ONE = 0;
@@ -30,7 +30,7 @@ struct F16Stream : PlainRows {
     cursor.rows_left -= 16 * tiles;
   }
 
-  __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32 step) const {
+  __device__ __forceinline__ void fetch(u8* stage, u8*, const Cursor& cursor, i32 step) const {
     const __half* from = cursor.from + step * STEP;
     u8* to = stage + threadIdx.x % 32 * 16;
 #pragma unroll
@@ -43,7 +43,7 @@ struct F16Stream : PlainRows {
       }
   }
 
-  __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {
+  __device__ __forceinline__ void read(Part& part, const u8* stage, const u8*, i32, i32) const {
     const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2 * CHUNKS; ++i)

@@ -14,20 +14,21 @@ enum NestedMode {
 //
 // FP16 mode undoes a row's shift in the halves, where it is exact, not in the sum: a stored weight
 // may be subnormal though the weight is not, and tensor cores cut products of such off earlier. For
-// that the shifts of the 16 rows are in the ring as well.
+// that the shifts of the 16 rows are copied as well, beside the ring: stages keep to lines of 128
+// bytes.
 template <int MODE>
 struct NestedStream : NestedRows {
   static constexpr bool BOTH = MODE == NESTED_F16;
   static constexpr int CHUNKS = BOTH ? 2 : 4, STEP = 32 * CHUNKS, BLOCKS = STEP / 64;
   static constexpr int UNIT_BYTES = 512, PLANE_BYTES = 2 * BLOCKS * UNIT_BYTES;
-  static constexpr int SHIFTS = (BOTH ? 2 : 1) * PLANE_BYTES, STAGE_BYTES = SHIFTS + (BOTH ? 16 : 0);
+  static constexpr int STAGE_BYTES = (BOTH ? 2 : 1) * PLANE_BYTES, SIDE_BYTES = BOTH ? 16 : 0;
   static constexpr int GROUP_CHUNKS = 0;
   static constexpr bool SHARES = true;
   static constexpr float UNIT = BOTH ? 1.f : UPPER_UNIT, HIGH = 1.f;
   static constexpr u32 ONE = 0;
   struct Part {
     uint2 upper[2][CHUNKS], lower[2][BOTH ? CHUNKS : 1];
-    u32 factors[2];
+    u32 factors[2];  // with a shift
   };
   const u8 *upper, *lower;
   i32 K, rows;
@@ -64,7 +65,8 @@ struct NestedStream : NestedRows {
     cursor.rows_left -= 16 * tiles;
   }
 
-  __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32 step) const {
+  __device__ __forceinline__ void fetch(u8* stage, u8* side, const Cursor& cursor,
+                                        i32 step) const {
     const i32 k = step * STEP;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -77,11 +79,11 @@ struct NestedStream : NestedRows {
         if (BOTH) cp_async16_zfill(place + PLANE_BYTES, lower + at, bytes);
       }
     if (BOTH && shift && threadIdx.x % 32 == 0)
-      cp_async16_zfill(stage + SHIFTS, shift + (rows - cursor.rows_left),
-                       min(cursor.rows_left, 16));
+      cp_async16_zfill(side, shift + (rows - cursor.rows_left), min(cursor.rows_left, 16));
   }
 
-  __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {
+  __device__ __forceinline__ void read(Part& part, const u8* stage, const u8* side, i32,
+                                       i32) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -90,32 +92,30 @@ struct NestedStream : NestedRows {
         part.upper[half][chunk] = *reinterpret_cast<const uint2*>(place);
         if (BOTH) part.lower[half][chunk] = *reinterpret_cast<const uint2*>(place + PLANE_BYTES);
       }
-    part.factors[0] = part.factors[1] = 0x3C003C00u;
     if (BOTH && shift)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        part.factors[half] = half_factor(reinterpret_cast<const signed char*>(
-            stage)[SHIFTS + threadIdx.x % 32 / 4 + 8 * half]);
+        part.factors[half] = half_factor(
+            reinterpret_cast<const signed char*>(side)[threadIdx.x % 32 / 4 + 8 * half]);
   }
 
-  __device__ __forceinline__ static void fragments(const Part& part, int chunk, u32 (&a)[2][4]) {
+  __device__ __forceinline__ void fragments(const Part& part, int chunk, u32 (&a)[2][4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint2 four = part.upper[half][chunk];
       if constexpr (BOTH) {
         const uint2 low = part.lower[half][chunk];
-        decode_nested_fast(four.x, low.x, a[0][half], a[1][half]);
-        decode_nested_fast(four.y, low.y, a[0][2 + half], a[1][2 + half]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          u32& pair = a[i / 2][2 * (i % 2) + half];
-          pair = h2u(__hmul2(u2h(pair), u2h(part.factors[half])));
-        }
+        decode_nested(four.x, low.x, a[0][half], a[1][half]);
+        decode_nested(four.y, low.y, a[0][2 + half], a[1][2 + half]);
       } else {
         decode_upper_scaled(four.x, a[0][half], a[1][half]);
         decode_upper_scaled(four.y, a[0][2 + half], a[1][2 + half]);
       }
     }
+    if (BOTH && shift)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        a[i / 4][i % 4] = h2u(__hmul2(u2h(a[i / 4][i % 4]), u2h(part.factors[i % 2])));
   }
 
   __device__ __forceinline__ Row row(i32 n) const {

@@ -13,12 +13,13 @@
 //
 // How the weights are stored is the policy F:
 //   CHUNKS            chunks of 32 in a step
-//   STAGE_BYTES       what a step of 16 rows takes in the ring
+//   STAGE_BYTES       what a step of 16 rows takes in the ring: lines of 128 bytes
+//   SIDE_BYTES        what it takes beside the ring
 //   GROUP_CHUNKS      chunks that share a scale; 0: no scales
 //   UNIT              what all sums are multiplied by at the end
 //   Cursor            a lane's place in W: at(tile) of it, moved by skip(cursor, tiles)
-//   fetch(stage, cursor, step)      issues the copies of a step
-//   read(part, stage, tile, step)   a lane's Part of it, back in registers
+//   fetch(stage, side, cursor, step)      issues the copies of a step
+//   read(part, stage, side, tile, step)   a lane's Part of it, back in registers
 //   fragments(part, chunk, a)       the A operands of the chunk's two mma
 //   HIGH              what the sums of the second of the two are multiplied by
 //   scale(part, group, half), zero(part, group, half)   of row g (half 0) or g + 8 (1), the zero as
@@ -58,6 +59,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   const int m0 = blockIdx.x * COLUMNS, tiles = (N + 15) / 16, steps = (K + STEP - 1) / STEP;
   const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;  // steps of a tile
   u8* const ring = shared + warp * (STAGES * STAGE_BYTES);
+  u8* const sides = shared + WARPS * STAGES * STAGE_BYTES + warp * (STAGES * F::SIDE_BYTES);
 
   int ahead_tile = mine ? blockIdx.y : tiles, ahead_step = warp;
   typename F::Cursor cursor = weights.at(blockIdx.y);
@@ -75,9 +77,10 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
           *reinterpret_cast<uint4*>(place) = zero16();
       }
   };
-  auto fetch = [&](u8* stage, bool with_x) {
+  auto fetch = [&](u32 slot, bool with_x) {
+    u8* const stage = ring + slot;
     if (ahead_tile < tiles) {
-      weights.fetch(stage, cursor, ahead_step);
+      weights.fetch(stage, sides + slot / STAGE_BYTES * F::SIDE_BYTES, cursor, ahead_step);
       if (STAGED && with_x) stage_x(stage, ahead_step);
       if (HELD != 1) ahead_step += WARPS;
       if (HELD == 1 || ahead_step >= steps) {
@@ -90,7 +93,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   };
   launch_dependents();
 #pragma unroll 1  // what runs once should be short: every launch reads its instructions anew
-  for (int stage = 0; stage < STAGES; ++stage) fetch(ring + stage * STAGE_BYTES, false);
+  for (int stage = 0; stage < STAGES; ++stage) fetch(stage * STAGE_BYTES, false);
   const float share = 1.f / K;
   wait_for_inputs();
   if (STAGED) {
@@ -173,14 +176,14 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
       if (F::SHARES) __syncwarp();
       typename F::Part part;
       u8* const stage = ring + slot;
-      weights.read(part, stage, tile, step);
+      weights.read(part, stage, sides + slot / STAGE_BYTES * F::SIDE_BYTES, tile, step);
       if (F::SHARES) __syncwarp();
       if (STAGED)
 #pragma unroll
         for (int i = 0; i < CHUNKS * NT; ++i)
           b[i / NT][i % NT] =
               *reinterpret_cast<const uint4*>(stage + F::STAGE_BYTES + 512 * i + 16 * lane);
-      fetch(stage, true);
+      fetch(slot, true);
       slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
       opaque(slot);  // one place in the ring to move, not one for each address in it
 #pragma unroll

@@ -12,22 +12,6 @@ DEV void decode_nested(u32 upper, u32 lower, u32& low, u32& high) {
   high = prmt(lower, top, 0x7362);
 }
 
-// The same, half of it by multiplications: shifts and byte permutations share a pipe that is half as
-// wide as the one for those. Factors in memory are for a compiler that would shift by known ones.
-#ifndef SIMT_EMULATION
-__constant__
-#endif
-    u32 NESTED_FACTORS[3] = {1u << 25, 1u << 31, 0xFFFFFFFFu};
-
-DEV void decode_nested_fast(u32 upper, u32 lower, u32& low, u32& high) {
-  const u32 carry = __umulhi(lower & 0x80808080u, NESTED_FACTORS[0]);  // >> 7
-  const u32 kept = carry * NESTED_FACTORS[2] + upper;                  // -
-  const u32 halved = __umulhi(kept, NESTED_FACTORS[1]);                // >> 1
-  const u32 top = (halved & 0x3F3F3F3Fu) | (upper & 0x80808080u);
-  low = prmt(lower, top, 0x5140);
-  high = prmt(lower, top, 0x7362);
-}
-
 // Four weights of the upper plane alone: moved by a place its bits are the rounded weight.
 DEV void decode_upper(u32 upper, u32& low, u32& high) {
   const u32 even = prmt(upper, 0, 0x1404), odd = prmt(upper, 0, 0x3424);
