@@ -16,7 +16,8 @@
 //   UNIT              what all sums are multiplied by at the end
 //   planes[]          of bytes, rows of K weights
 //   lane_offset<STEP>(row, lane)    where in a plane's stage a lane reads, row: the first of its warp
-//   fragment<STEP, PLANE>(plane, offset, unit, a)   the A operand of 16 k
+//   read<STEP, PLANE>(plane, offset, unit, raw)     what it reads of 16 k
+//   decode(raw, a)                  the A operand of that
 //   Rows              what a lane needs to know of its two rows of a tile
 //   rows(n, N)        of row n and n + 8
 //   Factors, factors(rows), shift(factors, a)   what fragments are multiplied by
@@ -210,6 +211,10 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
     for (; unit < stop; ++unit) {
       const u8* const stage = shared + slot * C::STAGE;
       arrivals_wait(full + slot, parity);
+      typename F::Raw raw[STEP / 16];
+#pragma unroll
+      for (int i = 0; i < STEP / 16; ++i)
+        F::template read<STEP, C::PLANE>(stage + C::X_BYTES, offset, i, raw[i]);
       fence_shared_for_wgmma();
       const u64 b = wgmma_tile(stage, 16, 1024);
       // No branch from here to the wait: across one, ptxas forgets that a product still reads A.
@@ -218,8 +223,8 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
         u32 a[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          F::template fragment<STEP, C::PLANE>(stage + C::X_BYTES, offset, 4 * batch + i, a[i]);
-          weights.shift(factors, a[i]);
+          F::decode(raw[4 * batch + i], a[i]);
+          F::shift(factors, a[i]);
         }
         wgmma_fence();
 #pragma unroll
@@ -314,6 +319,9 @@ struct WarpgroupF16 {
   static constexpr float UNIT = 1.f;
   struct Rows {};
   struct Factors {};
+  struct Raw {
+    u32 a[4];
+  };
   const u8* planes[1];
 
   template <int STEP>
@@ -322,9 +330,13 @@ struct WarpgroupF16 {
   }
 
   template <int STEP, int PLANE>
-  __device__ __forceinline__ static void fragment(const u8* plane, u32 offset, int unit,
-                                                  u32 (&a)[4]) {
-    ldmatrix_x4(a, plane + (offset ^ (unit % 4 * 32)) + unit / 4 * 128);
+  __device__ __forceinline__ static void read(const u8* plane, u32 offset, int unit, Raw& raw) {
+    ldmatrix_x4(raw.a, plane + (offset ^ (unit % 4 * 32)) + unit / 4 * 128);
+  }
+
+  __device__ __forceinline__ static void decode(const Raw& raw, u32 (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = raw.a[i];
   }
 
   __device__ __forceinline__ static Rows rows(i32, i32) { return {}; }
@@ -347,6 +359,9 @@ struct WarpgroupNested : NestedRows {
   struct Factors {
     u32 pairs[2];
   };
+  struct Raw {
+    u32 four[PLANES][2];
+  };
   const u8* planes[2];
 
   // Its two weights of the first eight k of a chunk; those of the other eight are 8 bytes further.
@@ -361,17 +376,22 @@ struct WarpgroupNested : NestedRows {
   }
 
   template <int STEP, int PLANE>
-  __device__ __forceinline__ static void fragment(const u8* plane, u32 offset, int unit,
-                                                  u32 (&a)[4]) {
+  __device__ __forceinline__ static void read(const u8* plane, u32 offset, int unit, Raw& raw) {
     const u8* const from = plane + (offset ^ (unit * 16));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const u32 upper = four(from + 8 * half * STEP);
+    for (int i = 0; i < PLANES; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        raw.four[i][half] = four(from + 8 * half * STEP + i * PLANE);
+  }
+
+  __device__ __forceinline__ static void decode(const Raw& raw, u32 (&a)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
       if constexpr (FP8)
-        decode_upper_scaled(upper, a[half], a[2 + half]);
+        decode_upper_scaled(raw.four[0][half], a[half], a[2 + half]);
       else
-        decode_nested(upper, four(from + 8 * half * STEP + PLANE), a[half], a[2 + half]);
-    }
+        decode_nested(raw.four[0][half], raw.four[PLANES - 1][half], a[half], a[2 + half]);
   }
 
   __device__ __forceinline__ Rows rows(i32 n, i32 N) const {
