@@ -1,5 +1,5 @@
 // Linear layers with 4-bit weights for 17 rows and more by Hopper's warpgroup products (sm_90a).
-// Groups are of 128 columns or a larger power of two.
+// Groups are of 128 columns or a larger power of two, so K is a multiple of 128.
 //
 // A CTA has 64 WGS rows of W and COLUMNS rows of X; each of its warpgroups has 64 rows of W, whose
 // codes it turns into exact small integers in registers, the A operand, and all rows of X, which
@@ -41,7 +41,7 @@ linear_w4_hopper(const u32* __restrict__ codes, const u16* __restrict__ scales,
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int m0 = blockIdx.x * COLUMNS, n0 = blockIdx.y * ROWS;
-  const int steps = (K + W4_STEP - 1) / W4_STEP, split = blockIdx.z, splits = gridDim.z;
+  const int steps = K / W4_STEP, split = blockIdx.z, splits = gridDim.z;
   const int begin = steps * split / splits, end = steps * (split + 1) / splits;
 
   // What this thread copies: a piece of every W_RUN-th row of W, of every X_RUN-th of X. Rows beyond
@@ -57,7 +57,6 @@ linear_w4_hopper(const u32* __restrict__ codes, const u16* __restrict__ scales,
   const i32 w_to = X_BYTES + w_row * W4_ROW + 16 * (w_piece ^ w_row / 2 % 4);
   const i32 x_to = x_piece / 8 * X_TILE + x_row * 128 + 16 * (x_piece % 8 ^ x_row % 8);
   const i32 w_run = W_RUN * steps * W4_ROW, x_run = X_RUN * K;
-  i32 left_x = K - begin * W4_STEP - 8 * x_piece;
   auto fetch_w = [&](u8* stage) {
 #pragma unroll
     for (int r = 0; r < ROWS; r += W_RUN)
@@ -66,15 +65,11 @@ linear_w4_hopper(const u32* __restrict__ codes, const u16* __restrict__ scales,
     next_w += W4_ROW;
   };
   auto fetch_x = [&](u8* stage) {
-    const bool zero = left_x <= 0;
-    const __half* const from = zero ? next_x + left_x - 8 : next_x;  // the end of the row
 #pragma unroll
     for (int r = 0; r < COLUMNS; r += X_RUN)
       if (r < x_rows)
-        cp_async16_or_zero(stage + r * 128 + x_to, from + static_cast<i64>(r / X_RUN) * x_run,
-                           zero);
+        cp_async16(stage + r * 128 + x_to, next_x + static_cast<i64>(r / X_RUN) * x_run);
     next_x += W4_STEP;
-    left_x -= W4_STEP;
   };
   const int row0 = n0 + 16 * warp + g, groups = K >> group_shift;
   auto load_scales = [&](int step) {
