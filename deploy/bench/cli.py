@@ -399,6 +399,9 @@ def bench_kernels(
     peer_seconds: Annotated[
         float, typer.Option(min=0, help="What others' compilations may take.")
     ] = 120.0,
+    switches: Annotated[
+        int, typer.Option(min=1, help="Of a nested model's level of precision.")
+    ] = 10_000,
     redraw: Annotated[bool, typer.Option(help="Only draw again from the JSON.")] = False,
     output: Output = RESULTS,
 ) -> None:
@@ -420,6 +423,7 @@ def bench_kernels(
             model_contexts=parse_levels(model_contexts, "model_contexts"),
             peers=peers,
             peer_seconds=peer_seconds,
+            switches=switches,
         )
         ok = run_kernels(plan, output=output, console=out)
     raise typer.Exit(0 if ok else 1)

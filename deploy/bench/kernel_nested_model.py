@@ -35,7 +35,7 @@ from deepinfer.workers.model.runner import SequenceSlice
 from deepinfer.workers.sampler import SampleRow
 
 ROWS: Final = 512
-SWITCH_EVERY: Final = 4
+SWITCH_EVERY: Final = 3
 """Steps from one switch to the next."""
 
 _BIT_STEPS: Final = 24
