@@ -269,14 +269,12 @@ def encode(weight: Tensor, row_scaling: bool = True, bias: Tensor | None = None)
         halves_bytes = halves.view(torch.uint8).view(*halves.shape, 2)
         upper[part] = codes.to(torch.uint8).bitwise_or_(halves_bytes[..., 1] & 0x80)
         lower[part] = halves_bytes[..., 0]
-    starts = torch.zeros(rows + 1, dtype=torch.int32, device=weight.device)
-    starts[1:] = counts.cumsum(0)
     listed = bool(counts.any())
     return NestedWeight(
         upper,
         lower,
         shift if bool(shift.any()) else None,
-        starts if listed else None,
+        _starts(counts) if listed else None,
         torch.cat(places) if listed else None,
         torch.cat(values) if listed else None,
         bias,
@@ -412,8 +410,8 @@ def _halves(weight: Tensor, row0: int) -> Tensor:
     if not bool(halves.isfinite().all()):
         where = (~halves.isfinite()).nonzero()[0].tolist()
         found = float(weight[tuple(where)])
-        limit = " is beyond FP16's range" if abs(found) < torch.inf else ""
-        raise ValueError(f"weight [{row0 + where[0]}, {where[1]}] = {found:g}{limit}")
+        fault = "beyond FP16's range" if abs(found) < torch.inf else "no finite number"
+        raise ValueError(f"weight [{row0 + where[0]}, {where[1]}] = {found:g} is {fault}")
     if weight.dtype == torch.float32 and not torch.equal(halves.float(), weight):
         raise ValueError("weight is float32 and holds values that float16 cannot: round it first")
     return halves
@@ -438,6 +436,7 @@ def _outlier_counts(weight: NestedWeight) -> Tensor:
 
 
 def _starts(counts: Tensor) -> Tensor:
+    """``outlier_starts`` of rows that have so many: int32 ``[N + 1]``."""
     starts = counts.new_zeros(len(counts) + 1, dtype=torch.int32)
     starts[1:] = counts.cumsum(0)
     return starts

@@ -134,7 +134,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][0, 0] = math.nan
     save_file(weights, source / "model.safetensors")
-    refused(convert(source, tmp_path / "w4"), "down_proj.weight holds values that float16 cannot")
+    refused(convert(source, tmp_path / "w4"), "down_proj.weight: [0, 0] = nan: float16 holds")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

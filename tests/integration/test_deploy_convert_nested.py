@@ -167,13 +167,24 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_weight_that_is_no_number_is_named(source: Path, tmp_path: Path, value: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", (5, 9), float("nan")),
+        ("model.layers.1.mlp.down_proj.weight", (127, 63), float("-inf")),
+        ("model.embed_tokens.weight", (5, 9), float("inf")),
+        ("model.norm.weight", (3,), float("nan")),
+    ],
+)
+def test_a_weight_that_is_no_number_is_named(
+    source: Path, tmp_path: Path, name: str, place: tuple[int, ...], value: float
+) -> None:
     weights = load_file(source / "model.safetensors")
-    weights["model.layers.1.mlp.down_proj.weight"][5, 9] = value
+    place = tuple(at % size for at, size in zip(place, weights[name].shape, strict=True))
+    weights[name][place] = value
     save_file(weights, source / "model.safetensors")
     result = convert(source, tmp_path / "nested")
-    refused(result, "tensor model.layers.1.mlp.down_proj.weight: it holds values that float16")
+    refused(result, f"tensor {name}: {list(place)} = {value}: ")
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 

@@ -45,6 +45,7 @@ EXACT = resolve_kv_dtype("fp16", compute_dtype="bf16")
 """bfloat16 storage: no power of two rounds anything."""
 HEAD = "lm_head.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -313,6 +314,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda m: damage(m, lambda t: t.update({f"{UP}.outlier_values": torch.zeros(9).half()})),
         rf"tensor {UP}.outlier_values has shape \[9\]; .* it would be \[1\]",
     ),
+    "a list without a length": (
+        lambda m: damage(m, lambda t: t.update({f"{UP}.outlier_columns": torch.tensor(1).int()})),
+        rf"tensor {UP}.outlier_columns has shape \[\]; .* it would be \[0\]",
+    ),
+    "integers where nothing nests": (
+        lambda m: damage(m, lambda t: t.update({NORM: t[NORM].to(torch.int32)})),
+        rf"tensor {NORM} is torch.int32: what does not nest must be floats",
+    ),
     "another dtype": (
         lambda m: damage(m, lambda t: t.update({f"{UP}.lower": t[f"{UP}.lower"].to(torch.int8)})),
         rf"tensor {UP}.lower is torch.int8, it must be torch.uint8",
@@ -351,7 +360,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "scaling": (lambda m: configured(m, row_scaling="yes"), r"row_scaling must be True or False"),
     "order": (
         lambda m: configured(m, layer_order=[0, 1, 2, 2]),
-        r"layer_order must name each of 0\.\.3 once",
+        r"layer_order must name each of 0\.\.3 once, got \[0, 1, 2, 2\]",
     ),
     "order of texts": (
         lambda m: configured(m, layer_order=["a"]), r"layer_order must be a list of whole numbers",

@@ -230,7 +230,7 @@ def damaged(**changes: list[int]) -> NestedWeight:
 byte = torch.uint8
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "nan": (lambda: encode(with_value(float("nan"))), r"weight \[2, 7\] = nan"),
-    "inf": (lambda: encode(with_value(float("-inf"))), r"weight \[2, 7\] = -inf$"),
+    "inf": (lambda: encode(with_value(float("-inf"))), r"weight \[2, 7\] = -inf is no finite"),
     "range": (
         lambda: encode(with_value(70000.0, torch.bfloat16)),
         r"weight \[2, 7\] = 70144 is beyond FP16's range",

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.finite import check_finite, in_half, naming
 from deepinfer.workers.model.heap import trim_heap
 from deepinfer.workers.model.rounding import round_to_nearest
 from deepinfer.workers.model.safetensors_writer import SafetensorsWriter
-from deepinfer.workers.model.weights import (
-    CheckpointError,
-    LoadedModel,
-    expected_shapes,
-)
+from deepinfer.workers.model.weights import LoadedModel, expected_shapes
 
 GROUP_SIZES: Final = (128, 64, 32)
 """Inputs a scale; the first that fits is the default."""
@@ -92,7 +89,7 @@ def quantization_config(group: int) -> dict[str, Any]:
 def write_w4a16(model: LoadedModel, path: Path, group: int) -> None:
     """Convert ``model`` into the safetensors file ``path``, which must not exist.
 
-    Raises CheckpointError for a weight that float16 cannot hold, OSError.
+    Raises CheckpointError naming a tensor with values that float16 cannot hold, OSError.
     """
     linear = frozenset(linear_names(model.config))
     shapes = expected_shapes(model.config)
@@ -109,9 +106,10 @@ def write_w4a16(model: LoadedModel, path: Path, group: int) -> None:
         for name in shapes:
             tensor = model.weights.read(name)
             if name not in linear:
-                writer.write(name, tensor if tensor.ndim == 1 else in_16_bits(name, tensor))
+                writer.write(name, kept(name, tensor))
             else:
-                _check_finite(name, tensor)
+                with naming(name):
+                    in_half(tensor)  # only looked at: rounding starts from what there is
                 packed = round_to_nearest(tensor, group)
                 module = name.removesuffix(".weight")
                 writer.write(f"{module}.weight_packed", pack_rows(packed.codes))
@@ -129,20 +127,13 @@ def pack_rows(codes: Tensor) -> Tensor:
     return pairs.contiguous().view(torch.int32)
 
 
-def in_16_bits(name: str, tensor: Tensor) -> Tensor:
-    """``tensor`` in its own dtype, float16 for float32.
+def kept(name: str, tensor: Tensor) -> Tensor:
+    """What a tensor that is not converted is written as: float32 matrices in float16.
 
-    Raises CheckpointError for what float16 cannot hold.
+    Raises CheckpointError naming it: NaN, infinities, a matrix that float16 cannot hold.
     """
-    if tensor.dtype != torch.float32:
-        return tensor
-    _check_finite(name, tensor)
-    return tensor.to(torch.float16)
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    # A comparison that NaN fails too.
-    if not bool(tensor.abs().amax() <= torch.finfo(torch.float16).max):
-        raise CheckpointError(
-            f"tensor {name} holds values that float16 cannot (beyond ±65504, or NaN)"
-        )
+    with naming(name):
+        if tensor.ndim == 2 and tensor.dtype == torch.float32:
+            return in_half(tensor)
+        check_finite(tensor)
+    return tensor

@@ -12,8 +12,7 @@ In the files, a weight called ``W`` is (N = out_features, K = in_features, n out
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Final
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from deepinfer.kernels.nested import NestedWeight, encode, take_rows
 from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
+from deepinfer.workers.model.finite import in_half, naming
 from deepinfer.workers.model.quantization import NestedFormat
 from deepinfer.workers.model.safetensors_loader import SafetensorsWeights
 from deepinfer.workers.model.weights import (
@@ -64,7 +64,7 @@ class NestedWeights:
     """``WeightSource`` over the files of a nested checkpoint.
 
     Raises CheckpointError, naming the tensor: parts that are missing or do not fit each other, a
-    linear layer that is plain (or nested) and should not be by ``form``.
+    linear layer that is plain (or nested) and should not be by ``form``, integers elsewhere.
     """
 
     def __init__(self, source: SafetensorsWeights, config: ModelConfig, form: NestedFormat) -> None:
@@ -91,8 +91,14 @@ class NestedWeights:
                 )
         if form.layer_order and sorted(form.layer_order) != list(range(config.layers)):
             raise CheckpointError(
-                f"{form.where}: layer_order must name each of 0..{config.layers - 1} once"
+                f"{form.where}: layer_order must name each of 0..{config.layers - 1} once, got "
+                f"{list(form.layer_order)}"
             )
+        for name in stored:
+            if name not in self._parts and not source.dtype(name).is_floating_point:
+                raise CheckpointError(
+                    f"tensor {name} is {source.dtype(name)}: what does not nest must be floats"
+                )
         self._shapes: Mapping[str, tuple[int, ...]] = stored
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -117,7 +123,7 @@ class NestedWeights:
         weight = self._mapped(name)
         if device is not None:
             weight = weight.to(device)
-        with _naming(name):
+        with naming(name):
             weight.check()
         return weight
 
@@ -164,7 +170,7 @@ class NestingWeights:
         """One tensor: float16 if it nests, else as stored."""
         if name not in self._nested:
             return self._source.read(name)
-        with _naming(name):
+        with naming(name):
             return in_half(self._source.read(name))
 
     def read_quantized(self, name: str, device: torch.device | None = None) -> None:
@@ -178,7 +184,7 @@ class NestingWeights:
         if name not in self._nested:
             return None
         tensor = self._source.read(name).to(device or "cpu")
-        with _naming(name):
+        with naming(name):
             return encode(in_half(tensor) if tensor.dtype == torch.float32 else tensor)
 
     def stored(self, name: str) -> tuple[memoryview, ...]:
@@ -223,24 +229,6 @@ def refuse_quantized(model: LoadedModel) -> None:
             )
 
 
-def in_half(tensor: Tensor) -> Tensor:
-    """``tensor`` as float16; raises ValueError for what that cannot hold."""
-    halves = tensor.to(torch.float16)
-    # A comparison that NaN fails too.
-    if not bool(halves.abs().amax() <= torch.finfo(torch.float16).max):
-        raise ValueError("it holds values that float16 cannot (beyond ±65504, or NaN)")
-    return halves
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Say of which tensor a ValueError is."""
-    try:
-        yield
-    except ValueError as error:
-        raise CheckpointError(f"tensor {name}: {error}") from error
-
-
 def _check_parts(
     source: SafetensorsWeights, name: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
@@ -252,14 +240,14 @@ def _check_parts(
     upper = shapes["upper"]
     if len(upper) != 2:
         raise CheckpointError(f"tensor {name}.upper is no matrix")
-    outliers = shapes.get("outlier_columns", (0,))
+    outliers = shapes.get("outlier_columns", ())[:1] or (0,)
     right = {
         "upper": upper,
         "lower": upper,
         "row_shift": upper[:1],
         "outlier_starts": (upper[0] + 1,),
-        "outlier_columns": outliers[:1],
-        "outlier_values": outliers[:1],
+        "outlier_columns": outliers,
+        "outlier_values": outliers,
     }
     for part, shape in shapes.items():
         if shape != right[part]:

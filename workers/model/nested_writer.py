@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.nested import W_MAX, NestedWeight, NestError, encode
-from deepinfer.workers.model.convert import in_16_bits
+from deepinfer.workers.model.convert import kept
+from deepinfer.workers.model.finite import in_half, naming
 from deepinfer.workers.model.heap import trim_heap
-from deepinfer.workers.model.nested import PARTS, in_half, nestable_names
+from deepinfer.workers.model.nested import PARTS, nestable_names
 from deepinfer.workers.model.safetensors_writer import SafetensorsWriter
-from deepinfer.workers.model.weights import CheckpointError, LoadedModel, expected_shapes
+from deepinfer.workers.model.weights import LoadedModel, expected_shapes
 
 _ELEMENTS_AT_ONCE: Final = 1 << 22
 
@@ -49,7 +50,8 @@ def write_nested(model: LoadedModel, path: Path, *, row_scaling: bool) -> list[N
 
     ``row_scaling`` False: weights with a value above 1.75 stay as they are.
 
-    Raises CheckpointError naming a tensor with values that float16 cannot hold, OSError.
+    Raises CheckpointError naming a tensor with NaN, infinities or, if it nests, values that float16
+    cannot hold; OSError.
     """
     names = expected_shapes(model.config)
     nestable = frozenset(nestable_names(model.config))
@@ -60,12 +62,10 @@ def write_nested(model: LoadedModel, path: Path, *, row_scaling: bool) -> list[N
         for name in names:
             tensor = model.weights.read(name)
             if name not in nestable:
-                writer.write(name, tensor if tensor.ndim == 1 else in_16_bits(name, tensor))
+                writer.write(name, kept(name, tensor))
             else:
-                try:
+                with naming(name):
                     reports.append(_write(writer, name, tensor, row_scaling))
-                except ValueError as error:
-                    raise CheckpointError(f"tensor {name}: {error}") from error
             del tensor
             model.weights.release()
             if name.endswith("down_proj.weight"):
@@ -80,7 +80,7 @@ def _write(writer: SafetensorsWriter, name: str, tensor: Tensor, row_scaling: bo
     except NestError:
         weight = None
     if weight is None:
-        parts = {name: in_16_bits(name, tensor)}
+        parts = {name: kept(name, tensor)}
     else:
         parts = {f"{name}.{part}": stored for part, stored in weight.tensors().items()}
     # The widest elements first: each tensor then begins where its dtype may.
