@@ -18,6 +18,9 @@ FASTER: Final = 0.97
 """A level is worth its loss where it takes less than this share of the time."""
 PROMPTS_FASTER: Final = 0.9
 """The same for prompts that are late: a dwell in FP8 must shorten more than the last of them."""
+LEND: Final = 0.5
+"""The share of the TTFT target from which on a step with prompts runs at a level where it is
+predicted faster, whatever the level stands at: such a step changes at no cost."""
 RAISE: Final = 0.9
 """The share of a target above which the level goes up."""
 LOWER: Final = 0.7
@@ -142,6 +145,8 @@ class Valve:
     pays: bool | None = None
     """Whether any level is predicted faster than level 0; None: not looked at yet."""
     flow: Flow = Flow()
+    lent_from: int | None = None
+    """The level that comes back after this step; None: this one's stands."""
 
 
 class _Policy(Protocol):
@@ -224,7 +229,11 @@ def _slo(
     than ``FULL`` of the batch, and a higher one is predicted to help: to the smallest that
     suffices, else to the fastest. Down, after ``dwell_ms``, when a lower one is predicted to stay
     below ``LOWER / RAISE`` of all that. So it flaps no faster than the dwell, and is never late.
+
+    Beside that, a step with prompts is lent a higher level once they use ``LEND`` of their target.
     """
+    if valve.lent_from is not None:
+        valve = replace(valve, level=valve.lent_from, lent_from=None)
     pays = not not_worth(costs, len(costs)) if valve.pays is None else valve.pays
     if not pays or level_max == 0:
         return _to(Valve(valve.level, valve.since_ms, pays=pays), 0, now_ms)
@@ -245,11 +254,15 @@ def _slo(
         fastest = min(
             faster, key=lambda level: (higher[level].pressure, level), default=valve.level
         )
-        return _to(valve, next(enough, fastest), now_ms)
-    if valve.since_ms is not None and now_ms - valve.since_ms < settings.dwell_ms:
-        return valve
-    lower = (level for level in range(valve.level) if times(level).pressure < LOWER)
-    return _to(valve, next(lower, valve.level), now_ms)
+        valve = _to(valve, next(enough, fastest), now_ms)
+    elif valve.since_ms is None or now_ms - valve.since_ms >= settings.dwell_ms:
+        lower = (level for level in range(valve.level) if times(level).pressure < LOWER)
+        valve = _to(valve, next(lower, valve.level), now_ms)
+    if valve.level < level_max and load.rows > load.decodes:
+        now, most = times(valve.level), times(level_max)
+        if max(now.clear, now.waited) > LEND and most.step < FASTER * now.step:
+            return replace(valve, level=level_max, lent_from=valve.level)
+    return valve
 
 
 class _Times:

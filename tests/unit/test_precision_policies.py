@@ -39,12 +39,12 @@ def run(
     *loads: StepLoad,
     costs: tuple[StepCost, ...] = COSTS,
     valve: Valve | None = None,
-    every_ms: int = 10,
+    every_ms: float = 10,
 ) -> list[int]:
     """The level of each step, ``every_ms`` apart."""
     valve, levels = valve or Valve(), []
     for number, one in enumerate(loads):
-        valve = choose(settings, costs, len(costs) or 2, one, valve, number * every_ms)
+        valve = choose(settings, costs, len(costs) or 2, one, valve, int(number * every_ms))
         levels.append(valve.level)
     return levels
 
@@ -176,6 +176,38 @@ def test_slo_counts_what_waits_for_its_first_token() -> None:
     assert run(settings, waits) == [0], "5 of 39 ms are no gain"
     assert run(settings, load(backlog_tokens=1, backlog_ms=95)) == [1], "it has waited already"
     assert run(settings, load(backlog_ms=95)) == [0], "nobody waits"
+
+
+def test_a_step_with_prompts_is_lent_a_level_where_that_costs_nothing() -> None:
+    costs = (SLOW, StepCost((1, 16, 1024), (600.0, 600.0, 37_500.0), 1.0))
+    settings = slo(ttft_ms=200.0, tpot_ms=50.0, dwell_ms=100)
+    prompts = load(1024, decodes=8, backlog_tokens=3000, step_tokens_max=1024)
+    few = replace(prompts, backlog_tokens=1024)
+    assert run(settings, prompts, load(), few, prompts, costs=costs) == [1, 0, 0, 1]
+    late = replace(prompts, backlog_tokens=6000)
+    assert run(settings, late, load(), costs=costs) == [1, 0], "lent, too, where it must be late"
+    assert run(settings, load(backlog_tokens=3000), costs=costs) == [0], "none of them is in it"
+
+
+def test_slo_goes_up_before_batches_are_full_and_stays_while_fp16_s_would_be() -> None:
+    settings = slo(tpot_ms=50.0, dwell_ms=0)
+    full = [load(14, seats=16)] * 200
+    assert set(run(settings, *[load(4, seats=16)] * 100, every_ms=1)) == {0}
+    levels = run(settings, *full, every_ms=1)
+    assert 100 < levels.index(1) < 120, "from a tenth of a second one can tell"
+    # In FP8 as many tokens come from smaller batches; 14 a step of 1 ms is what FP16 would need.
+    fast = [load(8, seats=16), load(9, seats=16)] * 400
+    levels = run(settings, *full, *fast, every_ms=0.6)
+    assert set(levels[200:]) == {1}
+    idle = run(settings, *full, *[load(2, seats=16)] * 3000, every_ms=1)
+    assert 100 < idle[200:].index(0) < 500
+    assert set(idle[1500:]) == {0}
+
+
+def test_sequences_that_take_turns_wait_for_their_tokens() -> None:
+    settings = slo(tpot_ms=2.0, dwell_ms=0)
+    assert run(settings, load(16, seats=16, decoding=20)) == [0]
+    assert run(settings, load(16, seats=16, decoding=40)) == [1], "2.5 steps for a token"
 
 
 def test_the_smallest_level_that_suffices() -> None:
