@@ -215,7 +215,7 @@ linear_f16_tiled(const __half* __restrict__ weight, const __half* __restrict__ x
                  const float* __restrict__ sumsq, i32 partials, float eps,
                  float* __restrict__ residual, const __half* __restrict__ gamma,
                  float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
-  extern __shared__ __align__(16) uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   const F16 weights(weight, K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   tiled_gemm<F16, NT, MT, WR, WC, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets, shared);
@@ -231,7 +231,7 @@ linear_nested_tiled(const u8* __restrict__ upper, const u8* __restrict__ lower,
                     const float* __restrict__ bias, const float* __restrict__ sumsq, i32 partials,
                     float eps, float* __restrict__ residual, const __half* __restrict__ gamma,
                     float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
-  extern __shared__ __align__(16) uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   const Nested<MODE> weights({shift, outlier_starts, outlier_columns, outlier_values}, upper, lower,
                              K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
@@ -247,7 +247,7 @@ linear_w4_tiled(const u32* __restrict__ codes, const u16* __restrict__ scales,
                 const float* __restrict__ sumsq, i32 partials, float eps,
                 float* __restrict__ residual, const __half* __restrict__ gamma,
                 float* __restrict__ sumsq_out, float* workspace, i32* tickets) {
-  extern __shared__ __align__(16) uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   const W4<GROUP> weights(codes, scales, zeros, group_shift, N, K);
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
   tiled_gemm<W4<GROUP>, NT, MT, WR, WC, WK, STAGES>(weights, x, finish, M, N, K, workspace, tickets,
