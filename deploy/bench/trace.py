@@ -37,7 +37,7 @@ from deepinfer.kvstore.core.precision import PrecisionError, PrecisionSettings, 
 
 PLACES: Final = ("simulate", "cpu", "card")
 POLICIES: Final = ("fp16", "fp8", "threshold", "slo")
-LOADS: Final = (0.6, 0.85, 1.0, 1.1, 1.2, 1.3)
+LOADS: Final = (0.6, 0.85, 1.1, 1.2, 1.3, 1.4)
 """Rates by default, as shares of what FP16 can serve for ever."""
 CPU_RATES: Final = (0.25, 0.5)
 CONTEXTS: Final = {"simulate": 32_768, "cpu": 512, "card": 32_768}
