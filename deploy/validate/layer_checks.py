@@ -17,7 +17,7 @@ from deepinfer.kernels.linear import NestedWeight, W4Weight, Weight
 _ROWS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 33, 40, 64, 65, 200)
 _SOME_ROWS: Final = (1, 9, 17)
 _NESTED_ROWS: Final = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 65, 200)
-_SOME_NESTED_ROWS: Final = (1, 9, 17)
+_SOME_NESTED_ROWS: Final = (1, 9)
 _HEAD_ROWS_MAX: Final = 65536
 """Rows of the LM head that are checked: float64 copies of all of it would not fit small cards."""
 _KINDS: Final[tuple[Kind, ...]] = ("outliers", "tiny", "saturating")
