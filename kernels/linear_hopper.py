@@ -100,20 +100,22 @@ def hopper_spec(kind: Kind, plan: HopperPlan) -> KernelSpec:
 _MANY: Final = 128
 """Rows of W for each multiprocessor, from where on tiles alone are work for all."""
 _LONG: Final = 4096
-"""Columns of W from where on wide tiles pay, though CTAs must share them."""
+"""Columns of W from where on a tile is better wide, if many CTAs must share it anyway."""
 _SHARE_MIN: Final = 4
 """Steps of a CTA at least: fewer are not worth the adding up."""
+_EVEN: Final = 0.6
+"""Sharing a tile takes several microseconds: rather whole tiles, or parts of one tile to each CTA,
+if so many of the CTAs then have work."""
 
 
 def _cut(columns: int, groups: int, step: int, resident: int) -> HopperPlan:
     return HopperPlan(columns, groups, step, resident, share=1)
 
 
-_TALL: Final = _cut(32, 3, 128, 1)
-_NARROW: Final = _cut(32, 1, 128, 2)
-_MIDDLE: Final = _cut(64, 2, 128, 1)
-_WIDE: Final = _cut(128, 2, 128, 1)
-_WIDEST: Final = _cut(256, 2, 64, 1)
+_MANY_CUTS: Final = ((32, _cut(32, 3, 128, 1)), (64, _cut(64, 3, 128, 1)))
+_MANY_WIDEST: Final = _cut(128, 3, 64, 1)
+_FEW_NARROW: Final = _cut(32, 1, 128, 2)
+_FEW_WIDE: Final = _cut(64, 2, 128, 1)
 
 
 def hopper_plan(n: int, k: int, m: int, sm_count: int, *, split: bool = True) -> HopperPlan:
@@ -122,25 +124,30 @@ def hopper_plan(n: int, k: int, m: int, sm_count: int, *, split: bool = True) ->
     It does not depend on how the weight is stored: the order of sums is the same for all.
     """
     if n >= _MANY * sm_count:
-        plans = ((32, _TALL), (64, _MIDDLE), (128, _WIDE))
-        cut = next((plan for most, plan in plans if m <= most), _WIDEST)
+        cut = next((plan for most, plan in _MANY_CUTS if m <= most), _MANY_WIDEST)
     else:
-        cut = _NARROW if m <= 32 or (m <= 64 and k < _LONG) else _MIDDLE
-    down, tiles, steps = -(-m // cut.columns), -(-n // cut.rows), cut.steps(k)
+        cut = _FEW_NARROW if m <= (64 if k >= _LONG else 128) else _FEW_WIDE
+    down = -(-m // cut.columns)
     room = HOPPER_FLOATS // (2 * cut.rows * cut.columns * down)
     ctas = max(1, min(sm_count * cut.resident // down, room))
-    if not split:
-        share = -(-tiles // ctas) * steps
-    elif 4 * tiles >= 3 * ctas and tiles <= ctas:
-        share = steps  # what CTAs are left over would not make up for sharing
-    else:
-        share = max(-(-tiles * steps // ctas), min(_SHARE_MIN, steps))
-    return replace(cut, share=share)
+    return replace(cut, share=_share(-(-n // cut.rows), cut.steps(k), ctas, split))
+
+
+def _share(tiles: int, steps: int, ctas: int, split: bool) -> int:
+    """Steps of each CTA, for ``tiles`` of ``steps`` and room for ``ctas``."""
+    waves = -(-tiles // ctas)
+    if not split or tiles >= _EVEN * waves * ctas:
+        return waves * steps
+    for parts in range(min(ctas // tiles, steps // _SHARE_MIN), 1, -1):
+        if steps % parts == 0 and parts * tiles >= _EVEN * ctas:
+            return steps // parts
+    share = max(-(-tiles * steps // ctas), _SHARE_MIN)
+    return steps if share < steps < 2 * share else share
 
 
 def hopper_specs() -> Iterator[KernelSpec]:
     """The kernels of all plans of ``hopper_plan``."""
     kinds: tuple[Kind, ...] = ("f16", "nested", "nested fp8")
     for kind in kinds:
-        for cut in (_TALL, _NARROW, _MIDDLE, _WIDE, _WIDEST):
+        for cut in (*(cut for _, cut in _MANY_CUTS), _MANY_WIDEST, _FEW_NARROW, _FEW_WIDE):
             yield hopper_spec(kind, cut)
