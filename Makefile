@@ -15,6 +15,12 @@ STAMP  := $(VENV)/.installed
 PINS   := $(VENV)/pins.txt
 STUBS  := proto/generate.py
 
+# Integration tests that start no process: models, files, and parts of a worker.
+COMPUTING := $(wildcard $(addprefix tests/integration/test_,model_*.py deploy_convert*.py \
+  bench_precision.py bench_prefetch.py bench_quality.py quality_smollm2.py worker_prefetcher.py \
+  worker_quality_gate.py worker_scores.py worker_swap_identity.py worker_swapper.py))
+ALONGSIDE := $(addprefix tests/,kernels property sim traces unit) $(COMPUTING)
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow lint format proto clean
 
@@ -46,10 +52,11 @@ demo: venv
 	$(BIN)/deepinfer demo
 
 # pytest is called as a script: `python -m pytest` would put the repository root on sys.path.
-# What starts clusters runs alone: it has more processes than a small machine has cores.
+# What starts clusters runs alone: it has more processes than a small machine has cores. The others
+# run two at a time, and take one core each.
 test: venv
-	$(BIN)/pytest -m 'not slow' -n 2 --ignore=tests/integration --ignore=tests/chaos
-	$(BIN)/pytest -m 'not slow' tests/integration tests/chaos
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not slow' -n 2 $(ALONGSIDE)
+	$(BIN)/pytest -m 'not slow' tests/integration tests/chaos $(addprefix --ignore=,$(COMPUTING))
 
 test-slow: venv
 	$(BIN)/pytest -m slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from deepinfer.kernels.compiler import Compiled, Resources
@@ -14,9 +16,13 @@ pytest.importorskip("cupy", reason="compiling kernels needs CuPy")
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Compiled]:
-    # Not what an earlier run left: a kernel that no longer compiles must fail here.
+    # Not what an earlier run left: a kernel that no longer compiles must fail here. The processes
+    # of one run of pytest-xdist share what they have compiled.
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "compiled"))
         return compile_all(request.param)
 
 
