@@ -7,77 +7,33 @@ Nothing is adjusted quietly.
 from __future__ import annotations
 
 import ipaddress
-import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from deepinfer.deploy.config_cache import AUTO_CPU_CACHE, CacheSize
+from deepinfer.deploy.config_precision import NESTED_ONLY, check_precision_fields
+from deepinfer.deploy.errors import ConfigError
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 
-_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*$")
+__all__ = [
+    "METRICS_PORT_OFFSET",
+    "CacheSize",
+    "ClusterConfig",
+    "ConfigError",
+    "Device",
+    "check_kv_dtypes",
+    "load_config",
+    "reference",
+]
 
 Device = Literal["cpu", "cuda"]
 """What workers compute on, once it is known."""
 
 METRICS_PORT_OFFSET = 10
 """From the first gateway's port, so that several clusters do not meet."""
-
-AUTO_CPU_CACHE = "512MiB"
-"""What ``max_cache = auto`` is on a CPU: a card has a size, a host's memory is everybody's."""
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used. One line per fault: name, value, what is legal."""
-
-
-class CacheSize(BaseModel):
-    """The size of one worker's KV pool: either a number of blocks or a number of bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    blocks: int | None = None
-    bytes: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read ``"512MiB"``, ``"1.5GiB"`` or ``"3 blocks"``.
-
-        Raises:
-            ValueError: neither form, or zero.
-        """
-        allowed = 'auto, a size such as "512MiB", or a number of blocks such as "3 blocks"'
-        match = _SIZE.match(text)
-        if match is None:
-            raise ValueError(f"max_cache = {text!r}: must be {allowed}")
-        number, unit = float(match[1]), match[2].lower()
-        if unit in ("block", "blocks"):
-            if number < 1 or number != int(number):
-                raise ValueError(f"max_cache = {text!r}: must be a whole number of blocks from 1")
-            return cls(blocks=int(number))
-        if unit not in _UNITS:
-            raise ValueError(f"max_cache = {text!r}: unit must be one of {', '.join(_UNITS)}")
-        if (size := int(number * _UNITS[unit])) < 1:
-            raise ValueError(f"max_cache = {text!r}: must be above 0")
-        return cls(bytes=size)
-
-    def blocks_of(self, block_bytes: int) -> int:
-        """Blocks of ``block_bytes`` in the pool.
-
-        Raises:
-            ConfigError: not even one fits; says both numbers.
-        """
-        if self.blocks is not None:
-            return self.blocks
-        assert self.bytes is not None
-        if self.bytes < block_bytes:
-            raise ConfigError(
-                f"max_cache = {self.bytes:,} bytes: must hold at least one KV block, which takes "
-                f"{block_bytes:,} bytes for this model, dtype and block size"
-            )
-        return self.bytes // block_bytes
 
 
 class ClusterConfig(BaseModel):
@@ -277,7 +233,7 @@ class ClusterConfig(BaseModel):
                     raise ValueError(
                         f"{name} = {getattr(self, name)!r} has no meaning with cpu_offload = false"
                     )
-        self._check_precision()
+        check_precision_fields(self)
         if self.device == "cpu":
             for name in ("gpu_memory_utilization", "gpu_probe"):
                 if name in self.model_fields_set:
@@ -318,51 +274,6 @@ class ClusterConfig(BaseModel):
             )
         return self
 
-    def _check_precision(self) -> None:
-        """Raise ValueError for a parameter of another policy than the one that is chosen."""
-        policies = {
-            "precision_threshold_tokens": ("threshold",),
-            "ttft_target_ms": ("slo",),
-            "tpot_target_ms": ("slo",),
-            "precision_dwell_ms": ("slo",),
-            "precision_levels": ("fp8", "threshold", "slo"),
-        }
-        for name, of in policies.items():
-            if name in self.model_fields_set and self.precision not in of:
-                raise ValueError(
-                    f"{name} = {getattr(self, name):g} has no meaning with "
-                    f"precision = {self.precision!r}"
-                )
-        self._check_shedding()
-
-    def _check_shedding(self) -> None:
-        """Raise ValueError for what contradicts itself about lower planes."""
-        given = self.model_fields_set
-
-        def refuse(name: str, other: str) -> None:
-            raise ValueError(
-                f"{name} = {getattr(self, name)!r} has no meaning with "
-                f"{other} = {getattr(self, other)!r}"
-            )
-
-        if self.start_shed and "shed" in given and self.shed:
-            refuse("shed", "start_shed")
-        if self.start_shed and "precision" in given and self.precision != "fp8":
-            refuse("precision", "start_shed")
-        if self.precision == "fp16":
-            for name in ("shed", "shed_head"):
-                if name in given and getattr(self, name):
-                    refuse(name, "precision")
-        if self.shed_head and not (self.shed or self.start_shed):
-            refuse("shed_head", "shed")
-        if "shed_exact_wait_ms" in given:
-            if self.start_shed:
-                refuse("shed_exact_wait_ms", "start_shed")
-            if not self.shed:
-                refuse("shed_exact_wait_ms", "shed")
-            if self.precision == "fp16":
-                refuse("shed_exact_wait_ms", "precision")
-
     def sheds(self, device: Device) -> bool:
         """Whether a worker of a nested model on ``device`` may give up its lower planes."""
         if self.start_shed or self.precision == "fp16":
@@ -372,19 +283,7 @@ class ClusterConfig(BaseModel):
     @property
     def precision_given(self) -> tuple[str, ...]:
         """The settings that were given and concern nested weights only."""
-        names = (
-            "precision",
-            "precision_threshold_tokens",
-            "ttft_target_ms",
-            "tpot_target_ms",
-            "precision_dwell_ms",
-            "precision_levels",
-            "shed",
-            "shed_head",
-            "start_shed",
-            "shed_exact_wait_ms",
-        )
-        return tuple(name for name in names if name in self.model_fields_set)
+        return tuple(name for name in NESTED_ONLY if name in self.model_fields_set)
 
     @property
     def metrics_fixed_port(self) -> int | None:

@@ -1,6 +1,10 @@
-"""What a launch can fail with."""
+"""What a launch and its configuration can fail with."""
 
 from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. One line per fault: name, value, what is legal."""
 
 
 class LaunchError(RuntimeError):
