@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from deepinfer.kvstore.core.ids import Incarnation, NodeId, WorkerId, WorkerRef
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
@@ -33,6 +33,9 @@ from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.quality import CpuTrial, QualityGate, Verdict
 from deepinfer.workers.shell import WorkerShell
 from deepinfer.workers.swap import KvIdentity, StoreSwapper
+
+UPPER_ONLY: Final = "nested weights without their lower planes: every step is computed in FP8"
+"""What the start of a CPU worker says with ``start_shed``, as a card's does."""
 
 
 class Device(NamedTuple):
@@ -103,7 +106,8 @@ def open_device(
         )
         verdict = ready.verdict or verdict or Verdict()
         engine = Engine(ready.runner, failpoints)
-        notes = (*ready.notes, *note(engine.levels, engine.costs), *verdict.notes)
+        said = () if settings.start_shed else note(engine.levels, engine.costs)
+        notes = (*ready.notes, *said, *verdict.notes)
         identity = _identity(loaded, verdict)
         return Device(
             engine, ready.pool, ready.blocks, identity, notes, verdict.gauges, ready.planes
@@ -137,7 +141,8 @@ def open_device(
         )
     engine = Engine(runner, failpoints)
     identity = _identity(loaded, verdict)
-    notes = (*note(engine.levels, engine.costs), *verdict.notes)
+    said = (UPPER_ONLY,) if upper_only else note(engine.levels, engine.costs)
+    notes = (*said, *verdict.notes)
     return Device(engine, pool, blocks, identity, notes, verdict.gauges, planes)
 
 

@@ -225,6 +225,14 @@ def test_a_worker_says_why_it_stays() -> None:
         rule(bench, "fp8", number=2)
         bench.wait(100)
         assert bench.report.precision.remark == "", "who asks for FP8 gets it"
+    bench = nested(costs=same, start_shed=True)
+    rule(bench, "slo")
+    bench.running(request(), 40)
+    assert in_flight(bench).level == 1
+    bench.wait(100)
+    assert bench.report is not None
+    assert bench.report.precision is not None
+    assert bench.report.precision.remark == "", "it does not stay in FP16"
 
 
 def test_a_start_says_whether_levels_are_of_use() -> None:

@@ -61,9 +61,11 @@ class Levels:
 
     @property
     def remark(self) -> str:
-        """Why the policy never leaves level 0 here; "" if it may."""
+        """Why the policy never leaves level 0 here; "" if it may, or has no choice."""
         rule, config = self._roster.rule, self._config
-        if config.levels == 1 or rule is None or rule.settings.policy is not Policy.SLO:
+        if config.levels == 1 or config.start_shed:
+            return ""
+        if rule is None or rule.settings.policy is not Policy.SLO:
             return ""
         return self._not_worth
 
