@@ -141,12 +141,12 @@ def run_trace(plan: Plan, *, output: Path, console: Console) -> bool:
         check_plots()
     arrivals = read_trace(plan.trace)
     text = read_text(plan.text)
-    with counted(console, 1, "opening") as steps:
-        place = open_place(plan, console)
-        try:
+    place = open_place(plan, console)
+    try:
+        with counted(console, 1) as steps:
             found, rates = measure(plan, place, arrivals, text, steps)
-        finally:
-            place.close()
+    finally:
+        place.close()
     stem = f"trace_{plan.where}" + (f"_{plan.workers}" if plan.workers > 1 else "")
     write_result(output / f"{stem}.json", plan.command(rates), found)
     trace_report.draw(found, output / f"{stem}.png", console)
