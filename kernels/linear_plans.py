@@ -88,7 +88,11 @@ _HOPPER_PLANS: Final[dict[Kind, dict[tuple[str, int], Plan]]] = {
         ("many", 2): Plan(2, 16, 4, 2),
         ("long", 2): Plan(2, 16, 3, -1),
     },
-    "nested": {("many", 1): Plan(1, 16, 3, 2), ("many", 2): Plan(2, 16, 3, 2)},
+    "nested": {
+        ("many", 1): Plan(1, 16, 4, 2),
+        ("many", 2): Plan(2, 16, 4, 2),
+        ("long", 2): Plan(2, 16, 2, -1),
+    },
     "nested fp8": {("long", 2): Plan(2, 16, 2, -1)},
     "w4": {},
 }

@@ -63,6 +63,24 @@ def test_fp16_mode_has_the_bits_of_plain_weights(
     holds(cases.check_same_bits(plain, weight, m))
 
 
+@pytest.mark.parametrize("m", [3, 13])
+def test_x_in_the_ring_changes_no_bit(m: int, device: str) -> None:
+    """Plans of Hopper cards; steps that end within K, tiles within N, rows that are not there."""
+    plain, weight = cases.shifted_pair(40, 1120, device=device)
+    x = linear_cases.inputs(m, 1120, "normal", device)
+
+    def logits(source: F16Weight | NestedWeight, held: int, fp8: bool = False) -> torch.Tensor:
+        out = torch.full((m, 40), torch.nan, device=device)
+        plan = Plan(1 if m <= 8 else 2, 8, 2, held)
+        linear.linear_logits(out, x, source, fp8=fp8, plan=plan)
+        return out
+
+    wanted = logits(plain, 0)
+    assert torch.equal(logits(plain, -1), wanted)
+    assert torch.equal(logits(weight, -1), wanted)
+    assert torch.equal(logits(weight, -1, fp8=True), logits(weight, 0, fp8=True))
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_row_gets_the_same_bits_in_every_batch(fp8: bool, device: str) -> None:
     weight = cases.nested_weight(24, 672, bias=False, device=device)
