@@ -63,16 +63,15 @@ def test_fp16_mode_has_the_bits_of_plain_weights(
     holds(cases.check_same_bits(plain, weight, m))
 
 
-@pytest.mark.parametrize("m", [3, 13])
-def test_x_in_the_ring_changes_no_bit(m: int, device: str) -> None:
+def test_x_in_the_ring_changes_no_bit(device: str) -> None:
     """Plans of Hopper cards; steps that end within K, tiles within N, rows that are not there."""
+    m = 13
     plain, weight = cases.shifted_pair(40, 1120, device=device)
     x = linear_cases.inputs(m, 1120, "normal", device)
 
     def logits(source: F16Weight | NestedWeight, held: int, fp8: bool = False) -> torch.Tensor:
         out = torch.full((m, 40), torch.nan, device=device)
-        plan = Plan(1 if m <= 8 else 2, 8, 2, held)
-        linear.linear_logits(out, x, source, fp8=fp8, plan=plan)
+        linear.linear_logits(out, x, source, fp8=fp8, plan=Plan(2, 8, 2, held))
         return out
 
     wanted = logits(plain, 0)
