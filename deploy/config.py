@@ -17,6 +17,7 @@ from deepinfer.deploy.config_cache import AUTO_CPU_CACHE, CacheSize
 from deepinfer.deploy.config_precision import NESTED_ONLY, check_precision_fields
 from deepinfer.deploy.errors import ConfigError
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
+from deepinfer.kvstore.core.precision import LEVELS_MAX
 
 __all__ = [
     "METRICS_PORT_OFFSET",
@@ -86,7 +87,7 @@ class ClusterConfig(BaseModel):
     precision_levels: int = Field(
         default=2,
         ge=2,
-        le=6,
+        le=LEVELS_MAX,
         description="Levels from FP16 to FP8; between them some layers are in FP8.",
     )
     shed: bool = Field(

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Final
 from deepinfer.kvstore.client import Path as StorePath
 from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.kvstore.core.messages import Order
+from deepinfer.kvstore.core.precision import LEVELS_MAX
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.settings import GpuSettings
-from deepinfer.workers.model.levels import LEVELS_MAX, WEIGHTS
+from deepinfer.workers.model.levels import WEIGHTS
 from deepinfer.workers.quality_settings import QualitySettings
 
 if TYPE_CHECKING:

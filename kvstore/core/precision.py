@@ -18,7 +18,8 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 LEVELS_MAX: Final = 6
-"""FP16, FP8 and four between: each is a graph set of its own on a card."""
+"""FP16, FP8 and four between: each is a graph set of its own on a card, and more would cost more
+memory than they tell apart."""
 
 
 class Precision(Enum):

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from deepinfer.workers.model.levels import LEVELS_MAX, PrecisionLevels
+from deepinfer.kvstore.core.precision import LEVELS_MAX
+from deepinfer.workers.model.levels import PrecisionLevels
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 36])

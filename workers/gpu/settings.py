@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepinfer.workers.model.levels import LEVELS_MAX
+from deepinfer.kvstore.core.precision import LEVELS_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

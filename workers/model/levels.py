@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from deepinfer.kvstore.core.precision import LEVELS_MAX
+
 WEIGHTS: Final = ("auto", "nested")
 """What a checkpoint's weights may be made into: nothing else than they are, or nested ones."""
-
-LEVELS_MAX: Final = 6
-"""A set of graphs each: more would cost more memory than they tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
