@@ -96,6 +96,7 @@ class NestedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Of all tensors."""
         return self.upper.device
 
     @property
