@@ -93,13 +93,19 @@ def run_precision(
     Raises:
         ConfigError: the text is too short or not UTF-8, the windows are longer than the model's
             context, or what draws plots is not installed.
-        ModelUnavailableError: no such model, or one whose weights are in 4 bits already.
+        ModelUnavailableError: no such model, one whose weights are in 4 bits already, or hold
+            NaN or infinities.
     """
+    from deepinfer.workers.model.weights import CheckpointError
+
     check_plots()
     words = read_text(text or SONNETS)
     path = get_model(model, console=console)
     with counted(console, 1, "loading") as steps:
-        figures = _measure(path, plan, seed, words, steps)
+        try:
+            figures = _measure(path, plan, seed, words, steps)
+        except CheckpointError as error:
+            raise ModelUnavailableError(f"{path}: {error}") from error
     named = "" if text is None else f" --text {text}"
     dtypes = "".join(f" --kv-cache-dtype {dtype}" for dtype in plan.dtypes)
     command = (

@@ -31,6 +31,7 @@ from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.bench.steps import counted
 from deepinfer.deploy.config import ConfigError, check_kv_dtypes
 from deepinfer.deploy.generate import get_model
+from deepinfer.deploy.models import ModelUnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,7 @@ def run_quality(
     Raises:
         ConfigError: the text is too short or not UTF-8, the windows are longer than the model's
             context, or what draws plots or computes the reference is not installed.
-        ModelUnavailableError: no such model.
+        ModelUnavailableError: no such model, or one whose logits are NaN.
     """
     check_plots()
     if importlib.util.find_spec("transformers") is None:
@@ -254,9 +255,16 @@ def compare(logits: Tensor, targets: Tensor, expected: Tensor) -> Window:
     ``logits`` ``[positions, vocab]``; ``targets`` int64 ``[positions]``, the tokens that follow;
     ``expected`` the reference's log-probabilities, float64 as ``logits``. The divergence is
     KL(reference || logits), computed in float64: in float32 its rounding would be the result.
+
+    Raises ModelUnavailableError where the reference itself is NaN.
     """
     import torch
 
+    if bool(expected.isnan().any()):
+        raise ModelUnavailableError(
+            "the reference's logits are NaN: the model's weights hold NaN, infinities or values "
+            "that overflow"
+        )
     nll, kl, same = [], [], 0
     for begin in range(0, len(targets), ROWS):
         rows = slice(begin, begin + ROWS)

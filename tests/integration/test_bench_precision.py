@@ -150,3 +150,20 @@ def test_four_bits_have_no_fp16_to_compare_with(tmp_path: Path) -> None:
             output=tmp_path,
             console=Console(quiet=True),
         )
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = write_tiny_llama(tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelUnavailableError, match=r"tensor model.norm.weight: \[3\] = nan"):
+        run_precision(
+            model=str(folder),
+            plan=PLAN,
+            seed=0,
+            text=None,
+            output=tmp_path,
+            console=Console(quiet=True),
+        )

@@ -24,6 +24,7 @@ from deepinfer.deploy.bench.quality import (
 )
 from deepinfer.deploy.bench.quality_report import Window, exponential, figures_of, spread
 from deepinfer.deploy.config import ConfigError
+from deepinfer.deploy.models import ModelUnavailableError
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.text.load import load_tokenizer
 from deepinfer.workers.backends.cpu import CpuBackend
@@ -123,6 +124,13 @@ def test_a_window_is_compared_position_by_position() -> None:
     assert window.agreement == 0  # of equals the first counts as the top token
     same = compare(sure, targets, torch.log_softmax(sure.double(), dim=-1))
     assert (same.agreement, same.kl) == (1, (0, 0, 0))
+
+
+def test_a_reference_of_nan_compares_with_nothing() -> None:
+    logits = torch.zeros(2, 3)
+    broken = torch.log_softmax(torch.tensor([[0.0, 1.0, 2.0], [0.0, math.nan, 0.0]]).double(), -1)
+    with pytest.raises(ModelUnavailableError, match="the reference's logits are NaN"):
+        compare(logits, torch.tensor([1, 2]), broken)
 
 
 def test_errors_are_over_windows() -> None:

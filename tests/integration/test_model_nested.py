@@ -382,8 +382,18 @@ def test_weights_that_do_not_nest_are_named(value: float) -> None:
     model = half_model(LLAMA, dtype=torch.bfloat16)
     model.weights.read(UP)[3, 4] = value
     for read in (nest(model).weights.read_nested, nest(model).weights.read):
-        with pytest.raises(CheckpointError, match=rf"tensor {UP}: "):
+        with pytest.raises(CheckpointError, match=rf"tensor {UP}: .*\[3, 4\] = "):
             read(UP)
+
+
+def test_what_does_not_nest_must_be_numbers_too(tmp_path: Path) -> None:
+    folder = write_nested_folder(half_model(LLAMA), tmp_path / "m")
+    damage(folder, lambda t: t[NORM][3:].fill_(float("nan")))
+    plain = half_model(LLAMA)
+    plain.weights.read(NORM)[3] = float("inf")
+    for model, value in ((load_model(folder), "nan"), (nest(plain), "inf")):
+        with pytest.raises(CheckpointError, match=rf"tensor {NORM}: \[3\] = {value}: must be"):
+            Decoder(model, CpuBackend())
 
 
 def test_four_bits_are_refused_by_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepinfer.kernels.nested import NestedWeight, encode, take_rows
 from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
-from deepinfer.workers.model.finite import in_half, naming
+from deepinfer.workers.model.finite import check_finite, in_half, naming
 from deepinfer.workers.model.quantization import NestedFormat
 from deepinfer.workers.model.safetensors_loader import SafetensorsWeights
 from deepinfer.workers.model.weights import (
@@ -106,9 +106,17 @@ class NestedWeights:
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """One tensor: float16 if it is nested, else as stored."""
+        """One tensor: float16 if it is nested, else as stored.
+
+        Raises CheckpointError for contents that no weight has, NaN and infinities.
+        """
         nested = self.read_nested(name)
-        return self._source.read(name) if nested is None else nested.decode()
+        if nested is not None:
+            return nested.decode()
+        tensor = self._source.read(name)
+        with naming(name):
+            check_finite(tensor)
+        return tensor
 
     def read_quantized(self, name: str, device: torch.device | None = None) -> None:
         """None: nothing has 4 bits."""
@@ -167,11 +175,16 @@ class NestingWeights:
         return self._source.shapes()
 
     def read(self, name: str) -> Tensor:
-        """One tensor: float16 if it nests, else as stored."""
-        if name not in self._nested:
-            return self._source.read(name)
+        """One tensor: float16 if it nests, else as stored.
+
+        Raises CheckpointError for NaN, infinities and, if it nests, what float16 cannot hold.
+        """
+        tensor = self._source.read(name)
         with naming(name):
-            return in_half(self._source.read(name))
+            if name in self._nested:
+                return in_half(tensor)
+            check_finite(tensor)
+        return tensor
 
     def read_quantized(self, name: str, device: torch.device | None = None) -> None:
         """None: what has 4 bits is not nested."""
