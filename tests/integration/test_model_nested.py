@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepinfer.kvstore.core.layout import KvDtype, KvLayout, resolve_kv_dtype
 from deepinfer.workers.actor import WorkerSettings
-from deepinfer.workers.assembly import open_device
+from deepinfer.workers.assembly import UPPER_ONLY, open_device
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.failpoints import Failpoints
@@ -419,6 +419,9 @@ def test_a_worker_opens_a_plain_checkpoint_nested(tmp_path: Path) -> None:
     device = open_device(settings(folder), Failpoints())
     assert device.engine.levels == 3
     assert len(device.engine.costs) == 3
+    assert any("no faster" in note or "8 rows" in note for note in device.notes)
+    upper = open_device(settings(folder, start_shed=True), Failpoints())
+    assert upper.notes == (UPPER_ONLY,)
     assert device.identity.model != load_model(folder).fingerprint
     plain = open_device(settings(folder, weights="auto"), Failpoints())
     assert plain.engine.levels == 1
