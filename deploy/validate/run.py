@@ -65,7 +65,7 @@ def run_validation(
             note(perform(check, target))
         if second is not None:
             steps.tell(f"the same from {SM86} PTX")
-            second.finish(len(checks))
+            second.finish()
     found = figures(subject.name, card, outcomes)
     command = f"deepinfer validate-kernels {subject.arguments}{' --quick' if quick else ''}"
     write_result(output / "kernel_validation.json", command, found)

@@ -23,6 +23,8 @@ from deepinfer.kernels.compiler import TARGET_VARIABLE, device_target
 
 _WORDS_MAX = 600
 _GRACE_S = 10.0
+_ANNOUNCEMENT = "checks: "
+"""Begins the line that says how many outcomes will follow."""
 
 
 class SecondRun:
@@ -36,6 +38,7 @@ class SecondRun:
         self._quick = quick
         self._seen = seen
         self._count = 0
+        self._announced: int | None = None
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._errors: IO[str] | None = None
@@ -60,8 +63,11 @@ class SecondRun:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def finish(self, expected: int) -> None:
-        """Wait for all outcomes; one more if the process ended before its last check."""
+    def finish(self) -> None:
+        """Wait for all outcomes; one more if the process ended before its last check.
+
+        It says itself how many there are: what only this card's own code can do is left out.
+        """
         if self._process is None:
             self.start()
         assert self._process is not None
@@ -76,9 +82,10 @@ class SecondRun:
         self._errors.seek(0)
         words = self._errors.read().strip()[-_WORDS_MAX:]
         self._errors.close()
-        if code == 0 and self._count == expected:
+        if code == 0 and self._count == self._announced:
             return
-        missing = f"ended with code {code} after {self._count} of {expected} checks: {words}"
+        of = "an unknown number of" if self._announced is None else self._announced
+        missing = f"ended with code {code} after {self._count} of {of} checks: {words}"
         self._seen(
             Outcome(
                 target=self._target,
@@ -99,7 +106,9 @@ class SecondRun:
         assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("{"):
+            if line.startswith(_ANNOUNCEMENT):
+                self._announced = int(line.removeprefix(_ANNOUNCEMENT))
+            elif line.startswith("{"):
                 self._count += 1
                 self._seen(Outcome.from_json(json.loads(line)))
 
@@ -112,6 +121,7 @@ def main(arguments: str) -> None:
     path = None if wanted["path"] is None else Path(wanted["path"])
     card, _ = usable_card()
     checks = card_checks(Subject(shape=wanted["shape"], path=path), card, quick=wanted["quick"])
+    sys.stdout.write(f"{_ANNOUNCEMENT}{len(checks)}\n")
     compile_for(checks)
     for check in checks:
         outcome = perform(check, device_target())

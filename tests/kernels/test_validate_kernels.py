@@ -271,8 +271,8 @@ def test_a_second_process_that_ends_early_is_a_miss() -> None:
         pytest.skip("there is a card")
     seen: list[Outcome] = []
     second = SecondRun(Subject(shape="smollm2"), "compute_86", quick=True, seen=seen.append)
-    second.finish(5)
+    second.finish()
     [outcome] = seen
     assert (outcome.target, outcome.kernel) == ("compute_86", "process")
-    assert outcome.misses[0].startswith("ended with code 1 after 0 of 5 checks: ")
+    assert outcome.misses[0].startswith("ended with code 1 after 0 of an unknown number of checks: ")
     assert "without CUDA" in outcome.misses[0] or "no CUDA device" in outcome.misses[0]
