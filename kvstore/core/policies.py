@@ -31,8 +31,13 @@ FULL: Final = 0.7
 Bursts fill the rest. A batch that is full costs both targets: sequences take turns, and prompts get
 one seat a step.
 """
-FLOW_MS: Final = 800.0
-"""What has flowed is weighed by its age, in e-folds of this: a few seconds of it count."""
+CROWDED: Final = 0.5
+"""The share of seats whose sequences decode already above which the level goes up: what flows is
+known only when it has flowed, and a batch that fills fast is half full before."""
+SEATS_MIN: Final = 16
+"""Fewer seats are often full where nothing else is amiss: they say nothing."""
+FLOW_MS: Final = 400.0
+"""What has flowed is weighed by its age, in e-folds of this: about a second of it counts."""
 FLOW_KNOWN_MS: Final = 100.0
 """Before so much has been seen, nothing is concluded from it."""
 DECODE_ROWS: Final = (1, 8, 16)
@@ -281,8 +286,13 @@ class _Times:
         ttft_us = 1000 * settings.ttft_target_ms / load.pace
         tpot_us = 1000 * settings.tpot_target_ms / load.pace
         full, token_us = _steady(cost, level, load, valve.flow)
-        self.full = full * RAISE / FULL
-        """How full its batches would be if what comes went on coming."""
+        crowd = load.decoding / load.seats
+        if load.decodes and level != valve.level:  # it grows and shrinks with a step's time
+            crowd *= valve.step_us[level] / valve.step_us[valve.level]
+        self.full = 0.0
+        if load.seats >= SEATS_MIN:
+            self.full = RAISE * max(full / FULL, crowd / CROWDED)
+        """How full its batches would be if what comes went on coming, or about are by now."""
         self.token = token_us / tpot_us
         """A token behind the first: what it will come to, or the mean step of late if that is
         longer, once for each turn that sequences take."""

@@ -206,8 +206,14 @@ def test_slo_goes_up_before_batches_are_full_and_stays_while_fp16_s_would_be() -
 
 def test_sequences_that_take_turns_wait_for_their_tokens() -> None:
     settings = slo(tpot_ms=2.0, dwell_ms=0)
-    assert run(settings, load(16, seats=16, decoding=20)) == [0]
-    assert run(settings, load(16, seats=16, decoding=40)) == [1], "2.5 steps for a token"
+    assert run(settings, load(8, seats=8, decoding=10)) == [0]
+    assert run(settings, load(8, seats=8, decoding=20)) == [1], "2.5 steps for a token"
+    settings = slo(tpot_ms=50.0, dwell_ms=0)
+    assert run(settings, load(16, seats=64, decoding=31)) == [0]
+    assert run(settings, load(16, seats=64, decoding=33)) == [1], "half of the seats are taken"
+    assert run(settings, load(8, seats=8, decoding=8)) == [0], "eight are soon taken"
+    assert run(settings, load(16, seats=64, decoding=20), valve=Valve(1, 0)) == [1], "33 in FP16"
+    assert run(settings, load(16, seats=64, decoding=14), valve=Valve(1, 0)) == [0]
 
 
 def test_the_smallest_level_that_suffices() -> None:
