@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,5 +276,38 @@ def test_a_second_process_that_ends_early_is_a_miss() -> None:
     second.finish()
     [outcome] = seen
     assert (outcome.target, outcome.kernel) == ("compute_86", "process")
-    assert outcome.misses[0].startswith("ended with code 1 after 0 of an unknown number of checks: ")
+    told = "ended with code 1 after 0 of an unknown number of checks: "
+    assert outcome.misses[0].startswith(told)
     assert "without CUDA" in outcome.misses[0] or "no CUDA device" in outcome.misses[0]
+
+
+@pytest.mark.parametrize(("announced", "missing"), [(1, False), (2, True)])
+def test_a_second_process_says_itself_how_many_checks_it_has(
+    monkeypatch: pytest.MonkeyPatch, announced: int, missing: bool
+) -> None:
+    outcome = Outcome(
+        target="compute_86",
+        kernel="linear",
+        variant="w8a8",
+        name="rows quantised",
+        seconds=0.0,
+        results=1,
+        row_cosine=1.0,
+        cosine=1.0,
+        error=0.0,
+        share=0.0,
+        misses=(),
+    )
+    lines = f"checks: {announced}\n{json.dumps(dataclasses.asdict(outcome))}\n"
+    popen = subprocess.Popen
+
+    def stand_in(_: object, **options: Any) -> subprocess.Popen[str]:
+        return popen([sys.executable, "-c", f"print({lines!r})"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", stand_in)
+    seen: list[Outcome] = []
+    second = SecondRun(Subject(shape="smollm2"), "compute_86", quick=True, seen=seen.append)
+    second.finish()
+    assert seen[0] == outcome
+    misses = [miss for each in seen[1:] for miss in each.misses]
+    assert misses == (["ended with code 0 after 1 of 2 checks: "] if missing else [])
