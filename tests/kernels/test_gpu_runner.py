@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -334,12 +335,25 @@ def test_parameters_mean_what_they_mean_on_the_host(
     assert runner.backend.sample(logits, rows) == wanted
 
 
-def test_a_weight_beyond_half_precision_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "dtype"),
+    [
+        ("mlp.down_proj.weight", 7e4, torch.float32),
+        ("mlp.down_proj.weight", math.nan, torch.float16),
+        ("self_attn.q_proj.bias", math.inf, torch.float16),
+        ("input_layernorm.weight", math.nan, torch.float32),
+    ],
+)
+def test_numbers_that_half_precision_cannot_hold_are_refused(
+    name: str, value: float, dtype: torch.dtype
+) -> None:
     config = replace(QWEN2, layers=1)
     source = stored_model(config, 0).weights
-    tensors = {name: source.read(name) for name in source.shapes()}
-    name = "model.layers.0.mlp.down_proj.weight"
-    tensors[name] = tensors[name].clone()
-    tensors[name][3, 5] = 7e4
-    with pytest.raises(CheckpointError, match=rf"{name} holds values that float16 cannot"):
+    tensors = {each: source.read(each) for each in source.shapes()}
+    name = f"model.layers.0.{name}"
+    tensors[name] = tensors[name].to(dtype, copy=True)
+    tensors[name].view(-1)[5] = value
+    with pytest.raises(
+        CheckpointError, match=rf"tensor {name}: \[.*5\] = .*: float16 holds finite"
+    ):
         load_weights(open_model(config, MemoryWeights(tensors)), CPU, 16)

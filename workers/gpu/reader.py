@@ -13,10 +13,9 @@ from torch import Tensor
 from deepinfer.kernels.linear import F16Weight, W4Weight, Weight, interleave_gate_up, pack_w4
 from deepinfer.kernels.nested import NestedWeight, encode, interleave, pad, stack
 from deepinfer.workers.model import quantized
+from deepinfer.workers.model.finite import in_half, naming
 from deepinfer.workers.model.quantized import QuantizedTensor
-from deepinfer.workers.model.weights import CheckpointError, WeightSource
-
-HALF_MAX: Final = 65504.0
+from deepinfer.workers.model.weights import WeightSource
 
 PLANE_ALIGNMENT: Final = 128
 """Planes begin at multiples of so many bytes: whole cache lines."""
@@ -77,22 +76,14 @@ class TensorReader:
         self._form = form
 
     def half(self, name: str) -> Tensor:
-        """One tensor in float16, converted on the card."""
+        """One tensor in float16, converted on the card.
+
+        Raises CheckpointError naming tensor, place and value of what float16 cannot hold.
+        """
         # Stored dtype over the bus: half as much for BF16 as for float32.
         stored = self._source.read(name).to(self._device)
-        if stored.dtype != torch.float16:
-            # A comparison that NaN fails too.
-            if not bool((stored.abs().amax() <= HALF_MAX).item()):
-                raise CheckpointError(
-                    f"tensor {name} holds values that float16 cannot (beyond ±{HALF_MAX:g}, or "
-                    "NaN): serve it with --device cpu"
-                )
-            stored = stored.to(torch.float16)
-        return stored.contiguous()
-
-    def vector(self, name: str) -> Tensor:
-        """A norm's weight, half."""
-        return self._source.read(name).to(self._device, torch.float16).contiguous()
+        with naming(name):
+            return in_half(stored).contiguous()
 
     def rows(self, names: Sequence[str]) -> Tensor:
         """Matrices (or biases) one below the other."""

@@ -114,7 +114,7 @@ def load_weights(
         fingerprint=model.fingerprint,
         embedding=embedding,
         layers=tuple(layers),
-        norm=reader.vector("model.norm.weight"),
+        norm=reader.half("model.norm.weight"),
         head=head,
         cos=cos.to(device),
         sin=sin.to(device),
@@ -168,8 +168,8 @@ def _projections(
     if config.qkv_bias:
         bias = reader.rows([f"{attention}.{part}_proj.bias" for part in "qkv"])
     if config.qk_norm:
-        q_norm = reader.vector(f"{attention}.q_norm.weight")
-        k_norm = reader.vector(f"{attention}.k_norm.weight")
+        q_norm = reader.half(f"{attention}.q_norm.weight")
+        k_norm = reader.half(f"{attention}.k_norm.weight")
     qkv = reader.linear(names, bias, config.hidden_size, arena)
     return qkv, q_norm, k_norm
 
@@ -197,12 +197,12 @@ def _layer(reader: TensorReader, config: ModelConfig, index: int, *, nested: boo
         gate_up_bias = interleave_gate_up(gate_bias, up_bias).view(-1)
         down_bias = reader.half(f"{mlp}.down_proj.bias")
     return GpuLayer(
-        input_norm=reader.vector(f"{prefix}.input_layernorm.weight"),
+        input_norm=reader.half(f"{prefix}.input_layernorm.weight"),
         qkv=qkv,
         q_norm=q_norm,
         k_norm=k_norm,
         out=reader.linear([f"{attention}.o_proj.weight"], out_bias, heads, arena),
-        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight"),
+        mlp_norm=reader.half(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=reader.gate_up(gate_up, gate_up_bias, padding, arena),
         down=reader.linear([f"{mlp}.down_proj.weight"], down_bias, width, arena),
     )
