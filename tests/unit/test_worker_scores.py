@@ -253,6 +253,21 @@ def test_own_tokens_go_on_to_another_gateway_as_they_are() -> None:
     assert bench.core.counters.tokens_computed == before, "nothing is computed again"
 
 
+def test_a_step_that_was_not_asked_for_them_does_not_count_for_a_gateway_that_lacks_them() -> None:
+    """G1 held every number, so the step in flight looks at no row; then G2, which has none."""
+    bench = Bench(prefix_cache=False)
+    bench.admit(held=(40,), scores=5)
+    assert bench.plan is not None
+    assert bench.plan.plan.chunks[0].score_ids == ()
+    bench.admit(scores=0, to=G2)
+    bench.step()
+    while bench.plan is not None and len(bench.core.residents[SEQ].scores) < 5:
+        chunk = bench.plan.plan.chunks[0]
+        assert chunk.score_from == chunk.start, "each row is computed while it is looked at"
+        bench.step()
+    assert bench.core.residents[SEQ].scores == [*scored(1, 2, 3, 4, 5)]
+
+
 @pytest.mark.parametrize("scores", [1, 4])
 def test_a_finished_run_that_lacks_some_is_put_back(scores: int) -> None:
     bench = Bench(prefix_cache=False)

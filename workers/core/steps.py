@@ -93,13 +93,16 @@ class Steps:
                 resident.finish = FinishReason.ERROR
                 self._settle(resident, now_ms)
                 continue
+            if chunk.seq in scores:
+                resident.score(chunk.score_from, scores[chunk.seq])
+            if len(resident.scores) < min(end, resident.scores_due):
+                continue  # A new gateway lacks log-probabilities that nobody asked this step for.
             resident.computed = end
             resident.purity.extend(chunk.start, end, tag)
             resident.last_step = running.step
             roster.counters.tokens_computed += len(chunk.token_ids)
             self._announce(resident)
             if chunk.seq in scores:
-                resident.score(chunk.score_from, scores[chunk.seq])
                 self._talk.flush(resident, now_ms)
             token = outputs.get(chunk.seq)
             if not chunk.sample or end != len(resident.tokens):
