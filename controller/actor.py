@@ -23,6 +23,7 @@ from deepinfer.controller.scrape import ScrapeSettings
 from deepinfer.controller.service import build_server
 from deepinfer.controller.shell import Shell, wall_ms
 from deepinfer.controller.stores import GrpcStores
+from deepinfer.proto.failpoints import Failpoints
 
 log = structlog.get_logger(__name__)
 
@@ -90,6 +91,7 @@ class ControllerActor:
             stores=GrpcStores(settings.token),
             directory=directory,
             step_down=_die,
+            failpoints=Failpoints.from_environment(),
         )
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._scraped: asyncio.Future[str] = asyncio.get_running_loop().create_future()

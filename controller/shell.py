@@ -43,6 +43,7 @@ from deepinfer.kvstore.core.messages import (
     SwapIn,
     SwapOut,
 )
+from deepinfer.proto.failpoints import Failpoints
 
 log = structlog.get_logger(__name__)
 
@@ -94,8 +95,10 @@ class Shell:
         directory: Directory,
         step_down: Callable[[int], None],
         clock_ms: Callable[[], int] = monotonic_ms,
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.core = core
+        self._failpoints = failpoints or Failpoints()
         self._orders = orders
         self._stores = stores
         self._directory = directory
@@ -122,7 +125,10 @@ class Shell:
         """Take in a report with what only the shell keeps: where the peer is, and its counters."""
         if self.tally.take(peer, counters) and address:
             self._addresses[peer.id] = address
-        return self.tell(report)
+        reply = self.tell(report)
+        if not self.core.ready:
+            self._failpoints.hit("mid_recovery")
+        return reply
 
     def stream_opened(self, peer: Peer) -> None:
         """A peer has opened a stream of reports."""
@@ -182,7 +188,9 @@ class Shell:
             names = (order.store,)
         directory = {name: self._addresses[name] for name in names if name in self._addresses}
         log.debug("order", worker=worker.worker, order=type(order).__name__, seq=str(order.seq))
+        self._failpoints.hit("before_order")
         sent = self._orders.send(worker, order, directory)
+        self._failpoints.hit("after_order")
 
         async def sending() -> None:
             try:
@@ -195,6 +203,7 @@ class Shell:
 
     async def _call(self, effect: CallStore) -> None:
         store, call = effect
+        self._failpoints.hit("before_store_call")
         address = self._addresses.get(store)
         if address is None:
             reply = StoreReply(call.ticket, StoreStatus.UNREACHABLE, 0, 0)

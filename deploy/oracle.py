@@ -105,11 +105,11 @@ def _answer(
 ) -> list[Answer]:
     from deepinfer.kvstore.core.layout import resolve_kv_dtype
     from deepinfer.kvstore.core.requests import SamplingParams
+    from deepinfer.proto.failpoints import Failpoints
     from deepinfer.text.load import load_tokenizer
     from deepinfer.workers.actor import WorkerSettings
     from deepinfer.workers.assembly import open_device
     from deepinfer.workers.core.config import WorkerConfig
-    from deepinfer.workers.failpoints import Failpoints
     from deepinfer.workers.gpu.settings import GpuSettings
     from deepinfer.workers.local import LocalEngine
     from deepinfer.workers.model.decoder import kv_layout

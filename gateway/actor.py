@@ -26,6 +26,7 @@ from deepinfer.gateway.service import build_link_server, build_server
 from deepinfer.gateway.shell import Shell
 from deepinfer.gateway.tls import ServerTls
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.text.load import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,13 @@ class GatewayActor:
             kv_cache_dtype=settings.kv_cache_dtype,
             eos_token_ids=settings.eos_token_ids,
         )
-        shell = Shell(GatewayId(settings.gateway), self._incarnation, settings.config, card)
+        shell = Shell(
+            GatewayId(settings.gateway),
+            self._incarnation,
+            settings.config,
+            card,
+            failpoints=Failpoints.from_environment(),
+        )
         self._shell = shell
         health = self._health = Health(shell.gateway, self._controller.status)
         server = build_server(

@@ -115,6 +115,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             continues_text=ask.continues_text,
             include_events=ask.include_events,
         )
+        self._shell.failpoints.hit("mid_resume")
         await self._write_all(stream, context)
 
     async def Abort(
@@ -212,13 +213,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             effect = await stream.next()
             while isinstance(effect, ToStream):
+                self._hit(effect.message)
                 await context.write(self._response(stream, effect))
+                if isinstance(effect.message, Accepted):
+                    self._shell.failpoints.hit("after_accept")
                 self._shell.tell(StreamReady(stream.stream))
                 effect = await stream.next()
         finally:
             self._shell.close_stream(stream)
         if effect.code is not Code.OK:
             await statuses.abort(context, statuses.ended(effect))
+
+    def _hit(self, message: object) -> None:
+        if isinstance(message, Delta) and message.position > 0:
+            self._shell.failpoints.hit("mid_stream")
+        elif isinstance(message, Finished):
+            self._shell.failpoints.hit("before_finish")
 
     def _response(self, stream: ClientStream, effect: ToStream) -> inference_pb2.GenerateResponse:
         token_bytes = self._shell.card.tokenizer.token_bytes

@@ -38,6 +38,7 @@ from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StreamId, WorkerR
 from deepinfer.kvstore.core.messages import GatewayReport, ToGateway, ToWorker
 from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import RequestRecord
+from deepinfer.proto.failpoints import Failpoints
 
 TICK_S = 0.05
 LINK_QUEUE_MAX = 65_536
@@ -114,8 +115,10 @@ class Shell:
         card: ModelCard,
         *,
         now_ms: Callable[[], int] | None = None,
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.gateway = gateway
+        self.failpoints = failpoints or Failpoints()
         self.card = card
         self.now_ms = now_ms or wall_clock()
         self.core = GatewayCore(gateway, incarnation, config, now_ms=self.now_ms())

@@ -29,6 +29,7 @@ from deepinfer.kvstore.reporting import FindController, Reporter
 from deepinfer.kvstore.runtime import StoreRuntime
 from deepinfer.kvstore.service import CHANNEL_OPTIONS, StoreService
 from deepinfer.proto.bearer import RequireToken
+from deepinfer.proto.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class StoreActor:
             page_bytes=settings.page_bytes,
             slab_bytes=settings.slab_bytes,
             config=settings.config,
+            failpoints=Failpoints.from_environment(),
         )
         local: LocalServer | None = None
         server: grpc.aio.Server | None = None

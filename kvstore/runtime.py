@@ -47,6 +47,7 @@ from deepinfer.kvstore.core.messages import (
 )
 from deepinfer.kvstore.core.store import StoreCore
 from deepinfer.kvstore.host_pool import SLAB_BYTES, HostPool
+from deepinfer.proto.failpoints import Failpoints
 
 TICK_S = 0.05
 FOLLOW_THREADS = FILL_THREADS
@@ -73,7 +74,9 @@ class StoreRuntime:
         config: StoreConfig,
         slab_bytes: int = SLAB_BYTES,
         clock_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
+        failpoints: Failpoints | None = None,
     ) -> None:
+        self._failpoints = failpoints or Failpoints()
         self.core = StoreCore(
             store=store,
             incarnation=incarnation,
@@ -105,6 +108,11 @@ class StoreRuntime:
         """A call without pages."""
         reply = self._call(body)
         assert isinstance(reply, StoreReply)
+        if reply.status is StoreStatus.OK:
+            if isinstance(body, Reserve):
+                self._failpoints.hit("after_reserve")
+            elif isinstance(body, Commit):
+                self._failpoints.hit("before_commit_reply")
         return reply
 
     def grant_put(self, body: BeginPut, on_revoke: Callable[[], None]) -> PutGrant:
@@ -140,6 +148,7 @@ class StoreRuntime:
     ) -> StoreReply:
         """The put's writer has stopped."""
         assert grant.put is not None
+        self._failpoints.hit("mid_put")
         self._revoke.pop(grant.put, None)
         reply = self._call(FinishPut(grant.ticket, grant.put, received_bytes, hash_ok, manifest))
         assert isinstance(reply, StoreReply)
@@ -154,6 +163,8 @@ class StoreRuntime:
         """Pin a payload's pages; ``end_get`` must follow an OK."""
         grant = self._call(body)
         assert isinstance(grant, GetGrant)
+        if grant.read is not None:
+            self._failpoints.hit("mid_get")
         return grant
 
     def end_get(self, read: ReadId) -> None:

@@ -20,8 +20,8 @@ from deepinfer.kvstore.client import Path as StorePath
 from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.kvstore.core.messages import Order
 from deepinfer.kvstore.core.precision import LEVELS_MAX
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.core.config import WorkerConfig
-from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.model.levels import WEIGHTS
 from deepinfer.workers.quality_settings import QualitySettings

@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 
 from deepinfer.kvstore.core.ids import Incarnation, NodeId, WorkerId, WorkerRef
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.actor import WorkerSettings
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.core.config import WorkerConfigError
 from deepinfer.workers.core.core import WorkerCore
 from deepinfer.workers.core.valve import note
 from deepinfer.workers.engine import Engine
-from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.card import find_card
 from deepinfer.workers.gpu.settings import NestedSettings
 from deepinfer.workers.links import GatewayLinks, ReportLink

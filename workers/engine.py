@@ -13,8 +13,8 @@ import torch
 from deepinfer.kvstore.core.ids import Seq
 from deepinfer.kvstore.core.precision import StepCost
 from deepinfer.kvstore.core.requests import Token
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.core.events import Chunk, StepDone, StepOutput, StepPlan, StepScores
-from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.runner import SequenceSlice, Visit
 from deepinfer.workers.sampler import SampleRow, score

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from deepinfer.workers.failpoints import Failpoints
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.model.decoder import Decoder
 from deepinfer.workers.model.heap import trim_heap
 from deepinfer.workers.model.runner import ModelRunner

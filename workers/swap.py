@@ -15,6 +15,7 @@ from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.core.precision import Precision
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.core.events import (
     AbortPut,
     CancelFetch,
@@ -31,7 +32,6 @@ from deepinfer.workers.core.events import (
     StoreGone,
     WorkerEvent,
 )
-from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.pool import Fence, PagedPool
 from deepinfer.workers.prefetch import Prefetcher
 
@@ -193,6 +193,7 @@ class StoreSwapper:
         client = self._client(effect.store)
         if client is None:
             return PutDone(effect.ticket, False, 0, 0, f"no address of store {effect.store}")
+        self._failpoints.hit("before_reserve")
         result = await client.put(
             effect.ticket,
             self._identity.draft(self._pool, effect),

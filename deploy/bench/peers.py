@@ -24,13 +24,13 @@ from deepinfer.kvstore.core.ids import Seq
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.kvstore.core.messages import Tokens
 from deepinfer.kvstore.core.requests import SamplingParams
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.actor import BEFORE_TORCH, WorkerSettings
 from deepinfer.workers.assembly import open_device
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.events import SendToGateway, WorkerEffect
 from deepinfer.workers.engine import Engine
-from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.local import LocalEngine
 from deepinfer.workers.model.decoder import Decoder, kv_layout

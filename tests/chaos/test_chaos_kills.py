@@ -20,7 +20,7 @@ from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.models import resolve_model
 from deepinfer.deploy.oracle import Question, unpressed
-from deepinfer.workers.failpoints import PLACES, Place
+from deepinfer.proto.failpoints import PLACES, Place
 from support.chaos import Chaos, Kill, chaos_folder, summary, tight_pool
 from support.chaos_history import Faults
 from support.tiny_model import write_tiny_llama

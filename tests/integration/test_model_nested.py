@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepinfer.kvstore.core.layout import KvDtype, KvLayout, resolve_kv_dtype
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.actor import WorkerSettings
 from deepinfer.workers.assembly import UPPER_ONLY, open_device
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.core.config import WorkerConfig
-from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.model.config import UnsupportedModelError
 from deepinfer.workers.model.costs import ROWS, measure_costs
 from deepinfer.workers.model.decoder import Decoder, kv_layout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
+from deepinfer.proto.failpoints import Failpoints
 from deepinfer.text.load import load_tokenizer
 from deepinfer.text.probe_text import PROBE_TEXT
 from deepinfer.workers import assembly, quality
@@ -18,7 +19,6 @@ from deepinfer.workers.assembly import Device, open_device
 from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.quality import Figures, KvQualityError, Mode
-from deepinfer.workers.failpoints import Failpoints
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import Decoder, kv_layout
 from deepinfer.workers.model.load import load_model

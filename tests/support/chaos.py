@@ -25,7 +25,7 @@ from deepinfer.deploy.bench.results import percentile
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.oracle import Answer, Question
-from deepinfer.workers.failpoints import FOLDER_VARIABLE, Place
+from deepinfer.proto.failpoints import FOLDER_VARIABLE, Place
 from support.chaos_history import Faults, History
 
 log = logging.getLogger(__name__)

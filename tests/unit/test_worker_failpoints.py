@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.workers.failpoints import (
+from deepinfer.proto.failpoints import (
     FILE_VARIABLE,
     FOLDER_VARIABLE,
     POINT_VARIABLE,
@@ -41,7 +41,7 @@ def test_a_setting_without_meaning_is_an_error(environment: dict[str, str], mess
 def test_the_chosen_arrival_parks_after_it_has_told_its_process_id(tmp_path: Path) -> None:
     announced = tmp_path / "parked"
     code = (
-        "from deepinfer.workers.failpoints import Failpoints\n"
+        "from deepinfer.proto.failpoints import Failpoints\n"
         "points = Failpoints.from_environment()\n"
         "for place in ('mid_copy', 'mid_fetch', 'mid_copy'):\n"
         "    points.hit(place)\n"
@@ -68,7 +68,7 @@ def test_the_chosen_arrival_parks_after_it_has_told_its_process_id(tmp_path: Pat
 def test_a_file_in_the_folder_parks_the_first_process_that_comes(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from deepinfer.workers.failpoints import Failpoints\n"
+        "from deepinfer.proto.failpoints import Failpoints\n"
         "points = Failpoints.from_environment()\n"
         "for place in sys.stdin:\n"
         "    points.hit(place.strip())\n"

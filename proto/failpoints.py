@@ -1,4 +1,4 @@
-"""Named places where a test may stop this process, so that it can be killed exactly there.
+"""Named places where a process may be stopped from outside, so that it can be killed exactly there.
 
 A process started with ``DEEPINFER_FAILPOINT=<name>`` or ``<name>:<n>`` and
 ``DEEPINFER_FAILPOINT_FILE=<path>`` parks for ever the n-th time (1 if not given) it reaches the
@@ -6,9 +6,11 @@ place, after it has written its process id to the file.
 
 With ``DEEPINFER_FAILPOINT_FOLDER=<path>`` a place can be chosen while processes run: the first
 process to reach a place whose name is a file in that folder takes the file, by renaming it to
-``<name>.<process id>``, and parks. So one file stops one process, and its successor runs on.
+``<name>.<process id>``, and parks until that is removed. So one file stops one process, and its
+successor runs on.
 
-Without these variables nothing happens.
+Without these variables nothing happens. It lies beside the contracts because every process may
+import from there, and needs nothing of ours.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal, NoReturn, get_args
+from typing import Final, Literal, NoReturn, TypeAlias, get_args
 
-Place = Literal[
+WorkerPlace: TypeAlias = Literal[
     "mid_prefill",
     "mid_decode",
+    "before_reserve",
     "mid_copy",
     "before_commit",
     "after_commit_before_free",
@@ -31,10 +34,31 @@ Place = Literal[
     "after_fetch_before_report",
     "mid_return",
 ]
-PLACES: Final[tuple[Place, ...]] = get_args(Place)
+"""``before_reserve``: the victim has left the batch, no page of the store is its own yet."""
+StorePlace: TypeAlias = Literal["after_reserve", "mid_put", "before_commit_reply", "mid_get"]
+ControllerPlace: TypeAlias = Literal[
+    "before_order", "after_order", "before_store_call", "mid_recovery"
+]
+"""``mid_recovery``: this life has heard from somebody, but not from everybody yet."""
+GatewayPlace: TypeAlias = Literal["after_accept", "mid_stream", "before_finish", "mid_resume"]
+Place: TypeAlias = WorkerPlace | StorePlace | ControllerPlace | GatewayPlace
+
+WORKER_PLACES: Final[tuple[WorkerPlace, ...]] = get_args(WorkerPlace)
+STORE_PLACES: Final[tuple[StorePlace, ...]] = get_args(StorePlace)
+CONTROLLER_PLACES: Final[tuple[ControllerPlace, ...]] = get_args(ControllerPlace)
+GATEWAY_PLACES: Final[tuple[GatewayPlace, ...]] = get_args(GatewayPlace)
+PLACES: Final[tuple[Place, ...]] = (
+    *WORKER_PLACES,
+    *STORE_PLACES,
+    *CONTROLLER_PLACES,
+    *GATEWAY_PLACES,
+)
+
 POINT_VARIABLE: Final = "DEEPINFER_FAILPOINT"
 FILE_VARIABLE: Final = "DEEPINFER_FAILPOINT_FILE"
 FOLDER_VARIABLE: Final = "DEEPINFER_FAILPOINT_FOLDER"
+LOOK_S: Final = 0.002
+"""How often a parked thread looks whether it may go on."""
 
 
 class Failpoints:
@@ -76,8 +100,9 @@ class Failpoints:
 
     def hit(self, place: Place) -> None:
         """Say that the calling thread is at ``place``; returns unless it is to park there."""
-        if self._folder is not None and _take(self._folder / place):
-            _park()
+        if self._folder is not None and (taken := _take(self._folder / place)) is not None:
+            while taken.exists():
+                time.sleep(LOOK_S)
         if place != self._place:
             return
         with self._lock:
@@ -95,12 +120,13 @@ class Failpoints:
         part.rename(self._file)
 
 
-def _take(chosen: Path) -> bool:
-    """Take the file that chooses a place; False if there is none, or another process was first."""
+def _take(chosen: Path) -> Path | None:
+    """Take the file that chooses a place; None if there is none, or another process was first."""
+    taken = chosen.with_name(f"{chosen.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
-        chosen.rename(chosen.with_name(f"{chosen.name}.{os.getpid()}"))
-        return True
-    return False
+        chosen.rename(taken)
+        return taken
+    return None
 
 
 def _park() -> NoReturn:
