@@ -228,6 +228,35 @@ def bench_streams(
     raise typer.Exit(0 if ok else 1)
 
 
+@bench.command("soak")
+def bench_soak(
+    model: Model = "demo",
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of load.")] = 7200.0,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
+    burst: Annotated[int, typer.Option(min=2, help="Requests at once and worker, at most.")] = 5,
+    swaps_per_s: Annotated[
+        float, typer.Option(min=0, help="Wait while there have been more; 0: never wait.")
+    ] = 1.2,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Draws the requests and what becomes of them.")] = 0,
+    output: Output = RESULTS,
+) -> None:
+    """Hours of swaps, cancels and slow readers: is every answer right, and does nothing grow?"""
+    with plain_errors():
+        from deepinfer.deploy.bench.soak import Plan, run_soak
+
+        plan = Plan(
+            seconds=duration,
+            workers=workers,
+            burst=burst,
+            swaps_per_s=swaps_per_s,
+            every_s=every,
+            seed=seed,
+        )
+        ok = run_soak(model=model, plan=plan, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
+
+
 @bench.command("quality")
 def bench_quality(
     model: Model = "demo",

@@ -106,20 +106,31 @@ async def _load(cluster: Cluster, prompts: Sequence[tuple[int, ...]]) -> None:
 
 
 def usages(root: int, names: Mapping[int, str]) -> dict[str, Usage]:
-    """Usage of ``root`` and all processes below it, in the order of their names.
+    """Usage of ``root`` and all processes below it, in the order of their names; see ``names_of``.
 
-    ``names`` are known ones by process id; ``root`` is the launcher, and others (Ray's) are named
-    by their command. Equal names get numbers.
+    Equal names get numbers.
     """
     found: dict[str, Usage] = {}
+    for pid, name in names_of(root, names).items():
+        usage = usage_of(pid)
+        if usage is not None:
+            found[name] = usage
+    return dict(sorted(found.items(), key=lambda item: (item[0].startswith("ray:"), item[0])))
+
+
+def names_of(root: int, names: Mapping[int, str]) -> dict[int, str]:
+    """Names of ``root`` and all processes below it by process id; equal ones get numbers.
+
+    ``names`` are known ones by process id; ``root`` is the launcher, and others (Ray's) are named
+    by their command.
+    """
+    found: dict[int, str] = {}
+    seen: dict[str, int] = {}
     for pid in sorted({root, *descendants(root)}):
         name = "launcher" if pid == root else names.get(pid) or f"ray: {_command(pid)}"
-        usage = usage_of(pid)
-        if usage is None:
-            continue
-        twins = sum(1 for other in found if other == name or other.startswith(f"{name} #"))
-        found[name if not twins else f"{name} #{twins + 1}"] = usage
-    return dict(sorted(found.items(), key=lambda item: (item[0].startswith("ray:"), item[0])))
+        seen[name] = seen.get(name, 0) + 1
+        found[pid] = name if seen[name] == 1 else f"{name} #{seen[name]}"
+    return found
 
 
 def descendants(root: int) -> list[int]:
