@@ -143,6 +143,13 @@ def up(
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a card that its workers fill.")
     ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic/--no-deterministic",
+            help="A request's tokens depend on the request alone.",
+        ),
+    ] = None,
     gpu_probe: Annotated[
         bool | None,
         typer.Option("--gpu-probe/--no-gpu-probe", help="Measure a GPU worker's bus."),
@@ -373,6 +380,9 @@ def demo(
 ) -> None:
     """Local cluster, real model, pools too small on purpose: watch requests swap out and back."""
     with plain_errors():
+    deterministic: Annotated[
+        bool, typer.Option(help="Tokens depend on the request alone, on a card too.")
+    ] = False,
         from deepinfer.deploy.demo import run_demo
 
         ok = run_demo(
@@ -387,6 +397,7 @@ def demo(
 
 
 @app.command()
+            deterministic=deterministic,
 def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 1000,
     start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,

@@ -112,6 +112,11 @@ class ClusterConfig(BaseModel):
         default="auto",
         description='KV pool of a worker: "512MiB", "3 blocks", or auto: what fits on its card '
         f"({AUTO_CPU_CACHE} on a CPU).",
+    deterministic: bool = Field(
+        default=False,
+        description="A request's tokens depend on the request alone, not on its batch, swaps, "
+        "moves and recomputes; slower on a card.",
+    )
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
@@ -277,7 +282,7 @@ class ClusterConfig(BaseModel):
 
     def sheds(self, device: Device) -> bool:
         """Whether a worker of a nested model on ``device`` may give up its lower planes."""
-        if self.start_shed or self.precision == "fp16":
+        if self.start_shed or self.policy == "fp16":
             return False
         return self.shed and (device == "cuda" or "shed" in self.model_fields_set)
 
@@ -285,6 +290,11 @@ class ClusterConfig(BaseModel):
     def precision_given(self) -> tuple[str, ...]:
         """The settings that were given and concern nested weights only."""
         return tuple(name for name in NESTED_ONLY if name in self.model_fields_set)
+
+    @property
+    def policy(self) -> str:
+        """The precision policy: that of ``precision``, where it may switch."""
+        return "fp16" if self.deterministic and not self.start_shed else self.precision
 
     @property
     def metrics_fixed_port(self) -> int | None:

@@ -30,15 +30,39 @@ NESTED_ONLY: Final = (
 def check_precision_fields(config: ClusterConfig) -> None:
     """Raise ValueError naming what contradicts another setting of nested weights."""
     for name, policies in _POLICIES.items():
-        if name in config.model_fields_set and config.precision not in policies:
+    if config.deterministic:
+        _check_deterministic(config)
+        if name in config.model_fields_set and config.policy not in policies:
+            other = f"precision = {config.precision!r}"
             raise ValueError(
-                f"{name} = {getattr(config, name):g} has no meaning with "
-                f"precision = {config.precision!r}"
+                f"{name} = {_shown(getattr(config, name))} has no meaning with "
+                + ("deterministic = True" if config.deterministic else other)
             )
     _check_shedding(config)
 
 
 def _check_shedding(config: ClusterConfig) -> None:
+def _check_deterministic(config: ClusterConfig) -> None:
+    """Weights must be read at one level only, whatever the load, and whoever shares the step."""
+    given = config.model_fields_set
+    if "precision" in given and config.precision != "fp16" and not config.start_shed:
+        raise ValueError(
+            f"precision = {config.precision!r} with deterministic = True: must be 'fp16', or 'fp8' "
+            "with start_shed = True (an exact request would make a whole step FP16)"
+        )
+    for name, allowed in (("shed", False), ("fp8_products", "w8a16")):
+        if name in given and getattr(config, name) != allowed:
+            raise ValueError(
+                f"{name} = {getattr(config, name)!r} with deterministic = True: must be {allowed!r}"
+            )
+    if config.shed_head and not config.start_shed:
+        raise ValueError("shed_head = True with deterministic = True: only with start_shed = True")
+
+
+def _shown(value: float | str) -> str:
+    return repr(value) if isinstance(value, str) else f"{value:g}"
+
+
     given = config.model_fields_set
 
     def refuse(name: str, other: str) -> None:

@@ -47,13 +47,15 @@ def run_demo(
     max_tokens: int,
     kv_cache_dtype: str,
     device: str = "cpu",
+    deterministic: bool = False,
     output: Path | None,
     console: Console,
 ) -> bool:
     """Run it; True if every request finished with the right answer and swaps did happen.
 
     On a card (``device`` cuda, or auto where there is one) an answer may part from the one that
-    was computed alone, for rounding differs with the batch: then it is only told how many do.
+    was computed alone, for rounding differs with the batch: then it is only told how many do, but
+    with ``deterministic`` all must be equal there too.
     """
     check_kv_dtypes((kv_cache_dtype,))
     host = find_host(device, console.print)
@@ -68,8 +70,16 @@ def run_demo(
         for i in range(requests)
     ]
     with console.status("the same questions with room for all of them, for comparison"):
-        expected = unpressed(model, questions, kv_cache_dtype=kv_cache_dtype, device=host.device)
-    config = _too_small(expected, max_tokens, str(model), kv_cache_dtype, host.device)
+        expected = unpressed(
+            model,
+            questions,
+            kv_cache_dtype=kv_cache_dtype,
+            device=host.device,
+            deterministic=deterministic,
+        )
+    config = _too_small(
+        expected, max_tokens, str(model), kv_cache_dtype, host.device, deterministic
+    )
     view = Starting(console)
     with contextlib.ExitStack() as stack:
         with view:
@@ -94,13 +104,19 @@ def run_demo(
     )
     if output is not None:
         figures = {"requests": [asdict(row) for row in outcomes]}
-        write_result(output, f"deepinfer demo --device {host.device}", host.facts() | figures)
-    right = same == len(outcomes) or host.device == "cuda"
+        mode = " --deterministic" if deterministic else ""
+        write_result(output, f"deepinfer demo --device {host.device}{mode}", host.facts() | figures)
+    right = same == len(outcomes) or (host.device == "cuda" and not deterministic)
     return right and swaps > 0 and swaps == resumes and not left
 
 
 def _too_small(
-    expected: list[Answer], max_tokens: int, model: str, kv_cache_dtype: str, device: Device
+    expected: list[Answer],
+    max_tokens: int,
+    model: str,
+    kv_cache_dtype: str,
+    device: Device,
+    deterministic: bool,
 ) -> ClusterConfig:
     """Pools that hold the largest request, but not a worker's share of them all."""
     needs = [math.ceil((len(a.prompt_ids) + max_tokens) / BLOCK_SIZE) for a in expected]
@@ -110,6 +126,7 @@ def _too_small(
         workers=WORKERS,
         device=device,  # the answers to compare with come from there
         kv_cache_dtype=kv_cache_dtype,
+        deterministic=deterministic,
         block_size=BLOCK_SIZE,
         max_cache=f"{blocks} blocks",
         port=0,

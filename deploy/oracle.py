@@ -46,6 +46,7 @@ def unpressed(
     kv_cache_dtype: str,
     block_size: int = 16,
     device: Device = "cpu",
+    deterministic: bool = False,
 ) -> list[Answer]:
     """Answer every question, one after another, with room for all of it.
 
@@ -57,7 +58,7 @@ def unpressed(
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(
         target=_answer_into,
-        args=(sending, model, tuple(questions), kv_cache_dtype, block_size, device),
+        args=(sending, model, tuple(questions), kv_cache_dtype, block_size, device, deterministic),
     )
     process.start()
     sending.close()
@@ -85,11 +86,12 @@ def _answer_into(
     kv_cache_dtype: str,
     block_size: int,
     device: Device,
+    deterministic: bool,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for who started this, who ends it
     try:
         answers: list[Answer] | Exception = _answer(
-            model, questions, kv_cache_dtype, block_size, device
+            model, questions, kv_cache_dtype, block_size, device, deterministic
         )
     except (OSError, ValueError) as error:
         answers = error
@@ -102,6 +104,7 @@ def _answer(
     kv_cache_dtype: str,
     block_size: int,
     device: Device,
+    deterministic: bool,
 ) -> list[Answer]:
     from deepinfer.kvstore.core.layout import resolve_kv_dtype
     from deepinfer.kvstore.core.requests import SamplingParams
@@ -134,7 +137,10 @@ def _answer(
         node="local",
         model_path=str(model),
         kv_cache_dtype=kv_cache_dtype,
-        gpu=GpuSettings(fill_card=False, probe=False) if device == "cuda" else None,
+        gpu=GpuSettings(fill_card=False, probe=False, deterministic=deterministic)
+        if device == "cuda"
+        else None,
+        deterministic=deterministic,
         token="of nobody",
         config=config,
     )

@@ -12,7 +12,7 @@ from deepinfer.kvstore.core.precision import PrecisionSettings, resolve_policy
 def precision_settings(config: ClusterConfig) -> PrecisionSettings:
     """The controller's policy, as configured."""
     return PrecisionSettings(
-        policy=resolve_policy(config.precision),
+        policy=resolve_policy(config.policy),
         level_max=config.precision_levels - 1,
         threshold_tokens=config.precision_threshold_tokens,
         ttft_target_ms=config.ttft_target_ms,

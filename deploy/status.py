@@ -68,6 +68,7 @@ def render_status(document: dict[str, Any]) -> Group:
         requests.add_row("none", "0")
     offload = document["cpu_offload"]
     swap = Table("swap", "")
+    swap.add_row("deterministic", "yes" if document["deterministic"] else "no")
     swap.add_row("enabled", "yes" if offload["enabled"] else "no")
     swap.add_row("swapped now", str(document["swapped"]))
     swap.add_row("payload", mib(offload["payload_bytes"]))

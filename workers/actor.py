@@ -56,6 +56,8 @@ class WorkerSettings:
     kv_cache_dtype: str = "auto"
     threads: int = 1
     """Compute threads, set explicitly: Ray would leave one."""
+    deterministic: bool = False
+    """A request's logits are the same bits whatever shares its steps; ``gpu`` must say so too."""
     gpu: GpuSettings | None = None
     """None: the CPU computes."""
     weights: str = "auto"

@@ -112,7 +112,7 @@ def open_device(
         return Device(
             engine, ready.pool, ready.blocks, identity, notes, verdict.gauges, ready.planes
         )
-    backend = CpuBackend(threads=settings.threads)
+    backend = CpuBackend(threads=settings.threads, deterministic=settings.deterministic)
     upper_only = settings.start_shed and model.nested
     decoder = Decoder(model, backend, settings.precision_levels, upper_only=upper_only)
     if settle is not None:
@@ -151,6 +151,11 @@ def _identity(model: LoadedModel, verdict: Verdict) -> KvIdentity:
     return KvIdentity(model=model.fingerprint, key_scales="" if scales is None else scales.digest)
 
 
+    if settings.deterministic:
+        notes += (
+            f"deterministic: {backend.compared} shapes of products compared bit by bit, rows "
+            f"padded to {backend.row_multiple}",
+        )
 def assemble(
     settings: WorkerSettings,
     incarnation: Incarnation,

@@ -62,6 +62,8 @@ class ControllerConfig:
     """Pause after a refused or failed swap-out before its store is asked again."""
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     """The policy that nested weights follow, and its parameters."""
+    deterministic: bool = False
+    """What workers were told, for the status page: nothing here depends on it."""
     prefetch_bytes_max: int = 256 * 2**20
     """Longest payload that a worker is told to fetch ahead of its resume; 0: none is."""
     prefetch_renew_ms: int = 10_000

@@ -57,6 +57,7 @@ def summary(world: World) -> dict[str, object]:
     return {
         "epoch": world.epoch,
         "ready": world.ready,
+        "deterministic": world.config.deterministic,
         "all_reported": world.all_reported,
         "workers": {str(w.id): _worker(w) for w in world.pools.workers.values()},
         "stores": stores,
@@ -65,6 +66,8 @@ def summary(world: World) -> dict[str, object]:
                 "alive": g.link.reported,
                 "incarnation": g.link.incarnation,
                 "requests": len(g.seqs),
+                "draining": g.ordered_drain or g.draining,
+                "drained": g.drained,
             }
             for g in world.gateways.values()
         },

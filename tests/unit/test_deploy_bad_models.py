@@ -165,7 +165,7 @@ def test_heads_that_no_padding_suits(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     folder = write_tiny_llama(tmp_path / "m")
     threads = torch.get_num_threads()
 
-    def independent(kernel: object, width: int, multiple: int) -> bool:
+    def independent(kernel: object, width: int, multiple: int, factors: object) -> bool:
         return width != 16
 
     monkeypatch.setattr("deepinfer.workers.backends.cpu.rows_are_independent", independent)

@@ -12,7 +12,8 @@ from deepinfer.deploy.status import SWAP_COUNTERS, render_status
 
 
 def test_a_document_becomes_tables_of_what_it_says() -> None:
-    document = ControllerCore(1, ControllerConfig(max_swapped_requests=9)).snapshot()
+    config = ControllerConfig(max_swapped_requests=9, deterministic=True)
+    document = ControllerCore(1, config).snapshot()
     document["counters"] = {name: float(i + 1) for i, name in enumerate(SWAP_COUNTERS)}
     document["requests"] = {"decode": 3, "swapped": 2, "failed": 0}
     document["swapped"] = 2
@@ -32,6 +33,7 @@ def test_a_document_becomes_tables_of_what_it_says() -> None:
     assert ("worker-7", "here", "6", "/", "10", "4", "1", "3", "serving") in shown
     assert ("decode", "3") in shown
     assert ("failed", "0") not in shown
+    assert ("deterministic", "yes") in shown
     assert ("swapped", "now", "2") in shown
     assert ("most", "swapped", "requests", "9") in shown
     for i, name in enumerate(SWAP_COUNTERS):

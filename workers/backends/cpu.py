@@ -9,6 +9,10 @@
 * K and V are always read back from the pool, the step's own too.
 * Elementwise functions whose vector and scalar code differ in the last bit (silu) only see rows
   that are whole vectors, and are never split across threads inside a vector.
+
+``calibrate`` compares a few numbers of rows, for there are hundreds. A *deterministic* backend
+computes no other number of rows than it has compared: linear layers see tiles of at most
+``TILE_ROWS``, attention's products at most ``QUERY_ROWS``, and each number up to there was tried.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from deepinfer.kvstore.core.requests import Token
 from deepinfer.workers import sampler
 from deepinfer.workers.backends.base import Linear, Plan, RowSpan
 from deepinfer.workers.backends.cpu_attention import (
+    CHUNK_ROWS,
     VECTOR_WIDTH,
     AttentionGroup,
     Scratch,
@@ -40,6 +45,15 @@ from deepinfer.workers.sampler import SampleRow
 
 ROW_MULTIPLES: Final = (4, 8, 16)
 """Row paddings that ``calibrate`` tries, cheapest first."""
+
+TILE_ROWS: Final = 64
+"""Most rows that a deterministic backend multiplies at once: with 64 it is as fast as with more."""
+
+QUERY_ROWS: Final = 512
+"""Most rows (query tokens times the heads of a group) of a deterministic attention product."""
+
+SAMPLE_FACTORS: Final = (2, 3, 5, 8, 16)
+"""Times the padding: numbers of rows that ``calibrate`` compares with the padding itself."""
 
 INT8_SCALE_MIN: Final = 2.0**-14
 """The smallest normal float16: a subnormal scale would lose its precision."""
@@ -96,13 +110,18 @@ class CpuBackend:
     cores that are not free were seen to run 20 times slower than one. Start a process that wants
     more with ``OMP_WAIT_POLICY=PASSIVE``. Only the engine thread may call a backend.
 
+    ``deterministic`` bounds the shapes that are computed, and makes ``calibrate`` try them all.
+
     Raises ValueError for ``threads`` below 1.
     """
 
-    def __init__(self, *, threads: int = 1) -> None:
+    def __init__(self, *, threads: int = 1, deterministic: bool = False) -> None:
         if threads < 1:
             raise ValueError(f"CpuBackend.threads must be at least 1, got {threads}")
         torch.set_num_threads(threads)
+        self.deterministic = deterministic
+        self.compared = 0
+        """Shapes that ``calibrate`` has compared, each bit by bit."""
         self.row_multiple = ROW_MULTIPLES[0]
         self._packs = _has_packed_linear()
         self._saturations = 0
@@ -142,11 +161,15 @@ class CpuBackend:
         kernels += attention_kernels(layout)
         failed: list[str] = []
         for multiple in ROW_MULTIPLES[ROW_MULTIPLES.index(self.row_multiple) :]:
-            failed = [
-                name
-                for name, width, kernel in kernels
-                if not rows_are_independent(kernel, width, multiple)
-            ]
+            failed = []
+            for at, (name, width, kernel) in enumerate(kernels):
+                factors: Sequence[int] = SAMPLE_FACTORS
+                if self.deterministic:
+                    most = TILE_ROWS if at < len(shapes) else QUERY_ROWS
+                    factors = range(2, most // multiple + 1)
+                self.compared += len(factors)
+                if not rows_are_independent(kernel, width, multiple, factors):
+                    failed.append(name)
             if not failed:
                 self.row_multiple = multiple
                 return
@@ -183,17 +206,16 @@ class CpuBackend:
                 group_size=query_heads // layout.kv_heads,
                 row_multiple=self.row_multiple,
                 scratch=self._scratch,
+                chunk_rows=self._chunk_rows(query_heads // layout.kv_heads),
             ),
         )
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         """``x @ weight.T + bias``, padding the rows where needed."""
         assert isinstance(weight, CpuLinear)
-        rows = x.shape[0]
-        missing = self._pad(rows) - rows
-        if not missing:
-            return weight(x)
-        return weight(F.pad(x, (0, 0, 0, missing)))[:rows]
+        if not self.deterministic or x.shape[0] <= TILE_ROWS:
+            return self._padded(x, weight)
+        return torch.cat([self._padded(part, weight) for part in torch.split(x, TILE_ROWS)])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last axis in float32."""
@@ -249,6 +271,19 @@ class CpuBackend:
         """Choose one token a row, by the worker's sampler."""
         return sampler.sample(logits, rows)
 
+    def _padded(self, x: Tensor, weight: CpuLinear) -> Tensor:
+        rows = x.shape[0]
+        missing = self._pad(rows) - rows
+        if not missing:
+            return weight(x)
+        return weight(F.pad(x, (0, 0, 0, missing)))[:rows]
+
+    def _chunk_rows(self, group_size: int) -> int:
+        """Query tokens of one attention product."""
+        if not self.deterministic:
+            return CHUNK_ROWS
+        return min(CHUNK_ROWS, max(1, QUERY_ROWS // group_size))
+
     def _pad(self, rows: int) -> int:
         return -(-rows // self.row_multiple) * self.row_multiple
 
@@ -270,15 +305,20 @@ def quantise_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     return quantised.to(torch.int8), scale
 
 
-def rows_are_independent(kernel: Callable[[Tensor], Tensor], width: int, multiple: int) -> bool:
-    """Whether a row's bits survive every batch size (in multiples) and every place in it.
+def rows_are_independent(
+    kernel: Callable[[Tensor], Tensor],
+    width: int,
+    multiple: int,
+    factors: Sequence[int] = SAMPLE_FACTORS,
+) -> bool:
+    """Whether a row's bits survive batches of ``factors`` times ``multiple`` rows, anywhere in one.
 
     ``kernel`` maps ``[rows, width]`` to ``[rows, anything]``.
     """
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn((16 * multiple, width), generator=generator)
+    probe = torch.randn((max(factors) * multiple, width), generator=generator)
     expected = torch.cat([kernel(part) for part in torch.split(probe, multiple)])
-    for factor in (2, 3, 5, 8, 16):
+    for factor in factors:
         rows = factor * multiple
         if not torch.equal(kernel(probe[:rows].contiguous()), expected[:rows]):
             return False

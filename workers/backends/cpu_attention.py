@@ -104,10 +104,12 @@ def make_groups(
     group_size: int,
     row_multiple: int,
     scratch: Scratch,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> tuple[AttentionGroup, ...]:
     """Split a step's spans into groups: prefill chunks one by one, decodes by like length.
 
-    ``group_size`` is the number of query heads that share a KV head.
+    ``group_size`` is the number of query heads that share a KV head. A group has up to
+    ``chunk_rows`` query tokens of a chunk.
     """
     tile = tile_keys(layout)
     prefills: list[tuple[int, int, RowSpan]] = []  # (tiles, first row, rows)
@@ -118,8 +120,8 @@ def make_groups(
             bucket = tile_bucket(-(-(span.start + 1) // tile))
             decodes.setdefault(bucket, []).append((at, span))
         else:
-            for first in range(0, span.count, CHUNK_ROWS):
-                count = min(CHUNK_ROWS, span.count - first)
+            for first in range(0, span.count, chunk_rows):
+                count = min(chunk_rows, span.count - first)
                 part = RowSpan(span.start + first, count, span.block_table)
                 prefills.append((-(-(part.start + count) // tile), at + first, part))
         at += span.count

@@ -17,6 +17,8 @@ class NestedSettings:
 
     levels: int = 2
     """Of precision: FP16, FP8, and what is between them."""
+    w8a8: bool = False
+    """Large steps in FP8 have their activations in FP8 too."""
     shed: bool = False
     """The lower planes may leave the card for KV blocks, and come back."""
     shed_head: bool = False
@@ -49,6 +51,8 @@ class GpuSettings:
     do. Otherwise it has exactly so many blocks."""
     probe: bool = True
     """Measure the bus and what can be pinned."""
+    deterministic: bool = False
+    """Every token is computed by kernels whose order of sums no other token changes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.memory_utilization <= 1:
