@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,13 @@ import structlog
 from deepinfer.controller import metrics
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.core import ControllerCore
+from deepinfer.controller.core.events import Drain
 from deepinfer.controller.ports import Directory, Orders
 from deepinfer.controller.scrape import ScrapeSettings
 from deepinfer.controller.service import build_server
 from deepinfer.controller.shell import Shell, wall_ms
 from deepinfer.controller.stores import GrpcStores
+from deepinfer.kvstore.core.ids import WorkerId
 from deepinfer.proto.failpoints import Failpoints
 
 log = structlog.get_logger(__name__)
@@ -36,12 +39,17 @@ class ControllerSettings:
     """All that the controller process is told; picklable.
 
     Raises:
-        ValueError: the token or the namespace is empty.
+        ValueError: a token or the namespace is empty.
     """
 
     namespace: str
     """Ray namespace of all of the cluster's actors."""
     token: str = field(repr=False)
+    """The clients', which ``/metrics`` takes too."""
+    cluster_token: str = field(repr=False)
+    """The cluster's own."""
+    operator_token: str | None = field(default=None, repr=False)
+    """Who has it may drain and restart; None: nobody may."""
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one."""
@@ -56,7 +64,7 @@ class ControllerSettings:
     config: ControllerConfig = field(default_factory=ControllerConfig)
 
     def __post_init__(self) -> None:
-        for name in ("namespace", "token"):
+        for name in ("namespace", "token", "cluster_token"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: must not be")
 
@@ -88,7 +96,7 @@ class ControllerActor:
         self._shell = Shell(
             ControllerCore(self._epoch, settings.config),
             orders=orders,
-            stores=GrpcStores(settings.token),
+            stores=GrpcStores(settings.cluster_token),
             directory=directory,
             step_down=_die,
             failpoints=Failpoints.from_environment(),
@@ -112,7 +120,10 @@ class ControllerActor:
 
     async def status(self) -> dict[str, Any]:
         """Pools, stores, requests, ``swapped``, ``cpu_offload`` and counters as plain values."""
-        return self._shell.status()
+        document = self._shell.status()
+        if self._address.done() and not self._address.cancelled():
+            document["addresses"]["controller"] = self._address.result()
+        return document
 
     async def metrics(self) -> str:
         """All metrics as Prometheus text."""
@@ -131,9 +142,16 @@ class ControllerActor:
             accept=accept,
         )
 
-    async def drain(self, worker: str) -> None:
-        """Move everything off a worker and place nothing there until it restarts."""
-        self._shell.drain(worker)
+    async def drain(self, names: Sequence[str]) -> list[tuple[str, bool, bool, int]]:
+        """Have workers or gateways take nothing new, and let what they have finish there.
+
+        To be said again and again: of those that are known, whether each still serves, whether it
+        is drained, and how many requests it has left.
+        """
+        for name in names:
+            self._shell.drain(Drain(WorkerId(name)))
+        levels = [self._shell.core.drain_level(name) for name in names]
+        return [(d.name, d.serving, d.drained, d.left) for d in levels if d is not None]
 
     async def stop(self) -> None:
         """End every stream and the server."""
@@ -142,7 +160,9 @@ class ControllerActor:
 
     async def _serve(self) -> None:
         settings = self._settings
-        server: grpc.aio.Server = build_server(self._shell, settings.token)
+        server: grpc.aio.Server = build_server(
+            self._shell, settings.cluster_token, settings.operator_token
+        )
         port = server.add_insecure_port(f"{settings.host}:{settings.port}")
         await server.start()
         self._address.set_result(f"{settings.host}:{port}")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 import structlog
 
 from deepinfer.controller import wire
+from deepinfer.controller.core import events
 from deepinfer.controller.core.events import Peer, PeerKind, Report
 from deepinfer.controller.shell import Shell
+from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.proto import control_pb2, control_pb2_grpc
-from deepinfer.proto.bearer import RequireToken
+from deepinfer.proto.bearer import Guard
 
 log = structlog.get_logger(__name__)
 
@@ -25,6 +27,9 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class _Said(Protocol):
@@ -114,9 +119,58 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if speaker is not None:
                 self._shell.stream_broken(speaker)
 
+    async def Drain(
+        self, request: control_pb2.DrainRequest, context: Context
+    ) -> control_pb2.DrainLevel:
+        """Empty a worker or gateway; the operator's."""
+        wanted = await self._wanted(request, context)
+        await self._level(wanted.peer, context)
+        self._shell.drain(wanted)
+        return await self._level(wanted.peer, context)
 
-def build_server(shell: Shell, token: str) -> grpc.aio.Server:
-    """A server of ``Control`` that refuses whoever lacks the token; not yet bound or started."""
-    server = grpc.aio.server(interceptors=(RequireToken(token),), options=SERVER_OPTIONS)
+    async def GetDrain(
+        self, request: control_pb2.DrainRequest, context: Context
+    ) -> control_pb2.DrainLevel:
+        """How far that is."""
+        return await self._level((await self._wanted(request, context)).peer, context)
+
+    async def Restart(
+        self, request: control_pb2.RestartRequest, context: Context
+    ) -> control_pb2.DrainLevel:
+        """End the process of a drained life; the operator's."""
+        try:
+            ended = await self._shell.restart(request.name, Incarnation(request.incarnation))
+        except (OSError, RuntimeError) as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        level = await self._level(request.name, context)
+        if not ended and level.incarnation == request.incarnation:
+            state = "is being drained" if level.draining else "is not drained"
+            says = f"{request.name} {state} and has {level.left} requests"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, says)
+        return level
+
+    async def _wanted(self, request: control_pb2.DrainRequest, context: Context) -> events.Drain:
+        try:
+            return wire.drain_from(request)
+        except wire.WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _level(self, name: str, context: Context) -> control_pb2.DrainLevel:
+        level = self._shell.core.drain_level(name)
+        if level is None:
+            says = f"there is no worker or gateway {name[:80]!r}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, says)
+        return wire.drain_level_to(level)
+
+
+def build_server(
+    shell: Shell, cluster_token: str, operator_token: str | None = None
+) -> grpc.aio.Server:
+    """A server of ``Control``; not yet bound or started.
+
+    It is for the cluster's own processes, and for whoever has the operator's token if there is one.
+    """
+    guard = Guard(cluster=cluster_token, operator=operator_token)
+    server = grpc.aio.server(interceptors=(guard,), options=SERVER_OPTIONS)
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(shell), server)
     return server

@@ -19,6 +19,7 @@ from deepinfer.deploy.errors import LaunchError, cause_of
 from deepinfer.deploy.kv_quality import quality_settings
 from deepinfer.deploy.nodes import Node, Nodes, advertised_host
 from deepinfer.deploy.precision import precision_settings
+from deepinfer.deploy.running import TOKEN_BYTES
 from deepinfer.deploy.tls import server_tls
 
 if TYPE_CHECKING:
@@ -56,7 +57,12 @@ class Actors:
     config: ClusterConfig
     nodes: Nodes
     token: str = field(repr=False)
+    """The clients'."""
     handles: dict[str, Any] = field(default_factory=dict)
+    cluster_token: str = field(
+        default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES), repr=False
+    )
+    """What its processes prove to each other that they are: no client has it."""
 
     def create(self, model: Served, worker_env: dict[str, str]) -> None:
         """Create all; none waits for another.
@@ -88,6 +94,7 @@ class Actors:
             ControllerSettings(
                 namespace=NAMESPACE,
                 token=self.token,
+                cluster_token=self.cluster_token,
                 host=self.nodes.home.address,
                 metrics=_scrape_settings(config),
                 model=config.model,
@@ -127,7 +134,7 @@ class Actors:
                 slab_bytes=_slab_bytes(config.max_cpu_offload_mb * 2**20),
                 host=node.address,
                 same_node=config.store_path != "grpc",
-                token=self.token,
+                token=self.cluster_token,
                 failed_start_exit_s=FAILED_START_EXIT_S,
             ),
             RayController(NAMESPACE).address,
@@ -165,6 +172,7 @@ class Actors:
                     link_host=link_host,
                     link_port=free_port(link_host) if config.tls_cert else 0,
                     token=self.token,
+                    cluster_token=self.cluster_token,
                     failed_start_exit_s=FAILED_START_EXIT_S,
                     secret=secret,
                     config=GatewayConfig(
@@ -199,6 +207,7 @@ class Actors:
                 shared=share < 1,
                 fill_card=model.blocks is None,
                 probe=config.gpu_probe,
+                deterministic=config.deterministic,
             )
         self._actor(
             name,
@@ -207,25 +216,25 @@ class Actors:
             WorkerSettings(
                 worker=name,
                 node=node.name,
-                deterministic=config.deterministic,
                 model_path=str(model.path),
                 kv_cache_dtype=config.kv_cache_dtype,
                 weights=config.weights,
                 precision_levels=config.precision_levels,
+                fp8_products=config.fp8_products,
                 shed=config.sheds(model.device),
                 shed_head=config.shed_head,
                 start_shed=config.start_shed,
                 threads=config.threads,
+                deterministic=config.deterministic,
                 gpu=gpu,
                 quality=quality,
                 store_path=config.store_path,
-                token=self.token,
+                token=self.cluster_token,
                 failed_start_exit_s=FAILED_START_EXIT_S,
                 config=WorkerConfig(
                     blocks_total=1 if model.blocks is None else model.blocks,
                     block_size=config.block_size,
                     block_bytes=model.layout.block_bytes,
-                deterministic=config.deterministic,
                     max_batch_tokens=config.max_batch_tokens,
                     max_batch_seqs=min(64, config.max_batch_tokens),
                     prefill_chunk_tokens=config.prefill_chunk_tokens,

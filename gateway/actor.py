@@ -41,7 +41,7 @@ class GatewaySettings:
     """All that one gateway process is told; picklable.
 
     Raises:
-        ValueError: token or secret is empty.
+        ValueError: a token or the secret is empty.
     """
 
     gateway: str
@@ -68,12 +68,15 @@ class GatewaySettings:
     """A process that could not start says why for so long and then exits, for Ray to start anew;
     None: it stays, as tests in one process want."""
     token: str = field(repr=False)
+    """The clients'."""
+    cluster_token: str = field(repr=False)
+    """The cluster's own."""
     secret: bytes = field(repr=False)
     """The cluster's secret: the same at every gateway."""
     config: GatewayConfig = field(default_factory=GatewayConfig)
 
     def __post_init__(self) -> None:
-        for name in ("gateway", "token", "secret"):
+        for name in ("gateway", "token", "cluster_token", "secret"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: must not be")
 
@@ -152,25 +155,28 @@ class GatewayActor:
         )
         self._shell = shell
         health = self._health = Health(shell.gateway, self._controller.status)
+        shell.on_drain(health.drain)
         server = build_server(
             shell,
             token=settings.token,
+            cluster_token=settings.cluster_token if settings.tls is None else None,
             secret=settings.secret,
             status=self._controller.status,
             health=health,
-            links=settings.tls is None,
         )
         port = await _bind(server, settings.host, settings.port, settings.tls)
         address = endpoint(settings.advertised_host or settings.host, port)
         servers, link_address = [server], address
         if settings.tls is not None:
-            servers.append(build_link_server(shell, token=settings.token))
+            servers.append(build_link_server(shell, cluster_token=settings.cluster_token))
             port = await _bind(servers[1], settings.link_host, settings.link_port, None)
             link_address = endpoint(settings.link_host, port)
         for each in servers:
             await each.start()
         find = self._controller.find
-        reporter = Reporter(shell, find, address=link_address, token=settings.token)
+        reporter = Reporter(
+            shell, find, address=link_address, cluster_token=settings.cluster_token
+        )
         self._address.set_result(address)
         log.info("gateway %s serves at %s", settings.gateway, address)
         try:

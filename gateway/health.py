@@ -23,7 +23,6 @@ ASK_TIMEOUT_S = 2.0
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVICES = frozenset({"", INFERENCE})
 """What health is told of; the empty name means the server."""
-CHECK = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check"
 
 Status: TypeAlias = Callable[[], Awaitable[Mapping[str, object]]]
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -46,7 +46,7 @@ class Reporter:
         find_controller: asks where the controller's Control service is (host:port); may raise
             OSError, RuntimeError or LookupError while there is none.
         address: where this gateway is, for the workers.
-        token: the bearer token.
+        cluster_token: the cluster's own bearer token.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Reporter:
         find_controller: Callable[[], Awaitable[str]],
         *,
         address: str,
-        token: str,
+        cluster_token: str,
     ) -> None:
         self._shell = shell
         self._find_controller = find_controller
         self._address = address
-        self._metadata = bearer(token)
+        self._metadata = bearer(cluster_token)
 
     async def run(self) -> None:
         """Report until cancelled."""

@@ -3,9 +3,9 @@
 Handlers translate, tell the shell, and write what it hands them. Errors:
 
 ===================  =======================================================================
-UNAUTHENTICATED      no bearer token, or a wrong one (``proto.bearer.RequireToken``), by any call
-                     but those of ``OPEN_METHODS``
-PERMISSION_DENIED    the resume key does not belong to the request id
+UNAUTHENTICATED      no bearer token, or a wrong one (``proto.bearer.Guard``), by any call but those
+                     that ``proto.access`` leaves open
+PERMISSION_DENIED    a token of another role; or the resume key does not belong to the request id
 INVALID_ARGUMENT     a field is out of range, ``google.rpc.BadRequest`` names it; or no protobuf
 NOT_FOUND            another model is served
 RESOURCE_EXHAUSTED   a bound of this gateway, or no pool could ever hold the request
@@ -27,7 +27,7 @@ from grpc_reflection.v1alpha import reflection
 
 from deepinfer.gateway import client_wire, statuses, wire
 from deepinfer.gateway.core.events import AbortRequest, Code, StreamReady, ToStream
-from deepinfer.gateway.health import CHECK, Health, HealthService
+from deepinfer.gateway.health import Health, HealthService
 from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
 from deepinfer.gateway.malformed import RefuseMalformed
@@ -36,7 +36,7 @@ from deepinfer.kvstore.core.ids import RequestId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, PromptDelta
 from deepinfer.kvstore.core.requests import InvalidRequestError, RequestRecord
 from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
-from deepinfer.proto.bearer import RequireToken
+from deepinfer.proto.bearer import Guard
 from deepinfer.proto.bundle import bundles
 
 MESSAGE_BYTES_MAX = 4 << 20
@@ -44,10 +44,6 @@ MESSAGE_BYTES_MAX = 4 << 20
 RECEIVE_BYTES_MAX = 16 << 20
 """Of any message from a client or a worker. A Resume brings the request and all its tokens: one
 that was accepted must not become too large to be resumed."""
-OPEN_METHODS = frozenset({CHECK})
-"""Calls that need no token. Kubernetes and load balancers probe with Check and cannot send one; it
-says a single bit, and costs at most one question to the controller a second. Watch holds a stream
-open, and reflection names everything there is: both need the token."""
 INLINE_CHARS_MAX = 8_192
 """Longer inputs are tokenized in a thread, so that the other streams go on."""
 CHOICES_MAX = 64
@@ -225,7 +221,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await statuses.abort(context, statuses.ended(effect))
 
     def _hit(self, message: object) -> None:
-        if isinstance(message, Delta) and message.position > 0:
+        if isinstance(message, Delta) and message.index > 0:
             self._shell.failpoints.hit("mid_stream")
         elif isinstance(message, Finished):
             self._shell.failpoints.hit("before_finish")
@@ -303,20 +299,26 @@ class WorkerLinkService(link_pb2_grpc.WorkerLinkServicer):
 
 
 def build_server(
-    shell: Shell, *, token: str, secret: bytes, status: Status, health: Health, links: bool = True
+    shell: Shell,
+    *,
+    token: str,
+    cluster_token: str | None,
+    secret: bytes,
+    status: Status,
+    health: Health,
 ) -> grpc.aio.Server:
     """The public server: Inference, health and reflection; not bound, not started.
 
-    Every call but those of ``OPEN_METHODS`` needs the token. ``links``: workers connect here too;
-    otherwise to a server of ``build_link_server``.
+    ``token`` is the clients'. ``cluster_token``: workers connect here too, with this one; None:
+    they connect to a server of ``build_link_server``.
     """
-    server = _server(RequireToken(token, open_methods=OPEN_METHODS))
+    server = _server(Guard(client=token, cluster=cluster_token))
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceService(shell, secret, status), server
     )
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(health), server)
     files = [inference_pb2, health_pb2]
-    if links:
+    if cluster_token is not None:
         link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(shell), server)
         files.append(link_pb2)
     names = [s.full_name for file in files for s in file.DESCRIPTOR.services_by_name.values()]
@@ -324,12 +326,12 @@ def build_server(
     return server
 
 
-def build_link_server(shell: Shell, *, token: str) -> grpc.aio.Server:
+def build_link_server(shell: Shell, *, cluster_token: str) -> grpc.aio.Server:
     """A server for the cluster's own workers alone; not bound, not started."""
-    server = _server(RequireToken(token))
+    server = _server(Guard(cluster=cluster_token))
     link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(shell), server)
     return server
 
 
-def _server(guard: RequireToken) -> grpc.aio.Server:
+def _server(guard: Guard) -> grpc.aio.Server:
     return grpc.aio.server(interceptors=[guard, RefuseMalformed()], options=SERVER_OPTIONS)

@@ -28,7 +28,7 @@ from deepinfer.kvstore.local import LocalServer
 from deepinfer.kvstore.reporting import FindController, Reporter
 from deepinfer.kvstore.runtime import StoreRuntime
 from deepinfer.kvstore.service import CHANNEL_OPTIONS, StoreService
-from deepinfer.proto.bearer import RequireToken
+from deepinfer.proto.bearer import Guard
 from deepinfer.proto.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class StoreSettings:
     """A process that could not start says why for so long and then exits, for Ray to start anew;
     None: it stays, as tests in one process want."""
     token: str = field(repr=False)
+    """The cluster's own."""
     config: StoreConfig = field(default_factory=StoreConfig)
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ class StoreActor:
             if settings.same_node:
                 local = LocalServer(runtime, str(folder / "socket"))
             server = grpc.aio.server(
-                interceptors=[RequireToken(settings.token)],
+                interceptors=[Guard(cluster=settings.token)],
                 options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)],
             )
             service = StoreService(

@@ -115,7 +115,9 @@ class Peers:
         self.numbers: dict[str, int] = {}
 
     async def __aenter__(self) -> Peers:
-        settings = ControllerSettings(namespace="tests", token=TOKEN)
+        settings = ControllerSettings(
+            namespace="tests", token="the-clients-token", cluster_token=TOKEN
+        )
         self.actor = ControllerActor(settings, orders=self.orders, directory=self.directory)
         self.address = await self.actor.address()
         self.channel = grpc.aio.insecure_channel(self.address)

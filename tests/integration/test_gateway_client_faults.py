@@ -29,6 +29,7 @@ from deepinfer.kvstore.core.ids import Run, Seq
 from deepinfer.proto import ids_pb2, inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
 from support.byte_tokenizer import write_byte_tokenizer
 from support.gateway_world import (
+    CLUSTER_METADATA,
     METADATA,
     TOKEN,
     GatewayHost,
@@ -378,7 +379,7 @@ def test_a_worker_that_talks_nonsense_is_cut_off(
         hello = link_pb2.FromWorker()
         hello.hello.worker.worker = "w"
         async with grpc.aio.insecure_channel(world.gateway.address) as channel:
-            call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=METADATA)
+            call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=CLUSTER_METADATA)
             for message in messages:
                 await call.write(message or hello)
             await call.done_writing()

@@ -12,14 +12,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from deepinfer.gateway.service import OPEN_METHODS
 from deepinfer.proto import inference_pb2, link_pb2
+from deepinfer.proto.access import RULES, Access
 from support.byte_tokenizer import write_byte_tokenizer
 from support.gateway_world import METADATA, TOKEN, World, run_in_world
 from support.local_cluster import local_cluster, run_on
 from support.tiny_model import write_tiny_llama
 
 Test: TypeAlias = Callable[[World], Awaitable[None]]
+open_methods = {method for method, access in RULES.items() if access is Access.OPEN}
 Live: TypeAlias = Callable[[Test], None]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -193,13 +194,13 @@ def test_reflection_tells_services_and_their_files(live: Live) -> None:
     live(test)
 
 
-def test_every_call_needs_the_token_but_those_of_the_list(live: Live) -> None:
-    assert set(OPEN_METHODS) == {"/grpc.health.v1.Health/Check"}
+def test_every_call_needs_a_token_but_those_of_the_list(live: Live) -> None:
+    assert open_methods == {"/grpc.health.v1.Health/Check"}
     files = (inference_pb2, link_pb2, health_pb2, reflection_pb2)
     services = [s for f in files for s in f.DESCRIPTOR.services_by_name.values()]
     methods = [f"/{s.full_name}/{m.name}" for s in services for m in s.methods]
     assert len(methods) == len(set(methods)) == 6 + 3 + 1
-    assert set(OPEN_METHODS) < set(methods)
+    assert open_methods < set(methods)
 
     async def test(world: World) -> None:
         async with grpc.aio.insecure_channel(world.gateway.address) as channel:
@@ -218,13 +219,13 @@ def test_every_call_needs_the_token_but_those_of_the_list(live: Live) -> None:
                     (("authorization", f"Bearer {TOKEN} "),),
                 ):
                     call = channel.stream_stream(path, None, None)(None, metadata=metadata)
-                    if path in OPEN_METHODS:
+                    if path in open_methods:
                         await call.write(b"")
                         assert isinstance(await call.read(), bytes)
                         call.cancel()
                     else:
                         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, path
                         refused += 1
-            assert refused == 4 * (len(methods) - len(OPEN_METHODS) + 2)
+            assert refused == 4 * (len(methods) - len(open_methods) + 2)
 
     live(test)

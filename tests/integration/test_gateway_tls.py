@@ -19,7 +19,14 @@ from deepinfer.proto import inference_pb2, link_pb2_grpc
 from support.byte_tokenizer import write_byte_tokenizer
 from support.certificates import Authority
 from support.gateway_actor import gateway_settings, served_controller, serving_worker
-from support.gateway_world import METADATA, TOKEN, MinimalController, eventually, settle
+from support.gateway_world import (
+    CLUSTER_METADATA,
+    METADATA,
+    TOKEN,
+    MinimalController,
+    eventually,
+    settle,
+)
 
 ANSWER = "hello there, " * 8
 PATIENT = ClientConfig(connect_give_up_ms=3_600_000)
@@ -124,17 +131,25 @@ def test_workers_do_not_connect_where_clients_do(live: Live) -> None:
     async def test(served: Served) -> None:
         credentials = TlsOptions(ca=served.root).credentials()
         async with grpc.aio.secure_channel(served.address, credentials) as channel:
-            call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=METADATA)
-            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+            stub = link_pb2_grpc.WorkerLinkStub(channel)
+            for metadata, code in (
+                (METADATA, grpc.StatusCode.PERMISSION_DENIED),
+                (CLUSTER_METADATA, grpc.StatusCode.UNAUTHENTICATED),
+            ):
+                assert await stub.Connect(metadata=metadata).code() is code
         async with grpc.aio.insecure_channel(served.controller.reports[0].address) as channel:
             path = f"/{inference_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/GetStatus"
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(path, None, None)(b"", metadata=METADATA)
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            for metadata, code in (
+                (METADATA, grpc.StatusCode.UNAUTHENTICATED),
+                (CLUSTER_METADATA, grpc.StatusCode.PERMISSION_DENIED),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channel.unary_unary(path, None, None)(b"", metadata=metadata)
+                assert caught.value.code() is code
             check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await check(b"")
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # open, and not here
 
     live(test)
 

@@ -5,43 +5,32 @@ from __future__ import annotations
 import asyncio
 import socket
 import urllib.request
-from collections.abc import Awaitable, Mapping
 
 import grpc
 import pytest
 
 from deepinfer.controller import actor as actor_module
 from deepinfer.controller.actor import ControllerActor, ControllerSettings
-from deepinfer.controller.core.events import Members, Peer
 from deepinfer.controller.scrape import ScrapeSettings
-from deepinfer.kvstore.core.ids import Incarnation, WorkerRef
-from deepinfer.kvstore.core.messages import Order
 from deepinfer.proto import control_pb2, control_pb2_grpc
+from support.no_peers import NoPeers
 
 TOKEN = "a-token-for-these-tests"
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
-
-
-class Nobody:
-    """Orders to nobody, and a directory of nobody."""
-
-    def send(
-        self, worker: WorkerRef, order: Order, directory: Mapping[str, str]
-    ) -> Awaitable[None]:
-        raise AssertionError("there is no worker")
-
-    async def members(self) -> Members:
-        return Members(workers={}, stores={}, gateways={})
-
-    async def life(self, peer: Peer) -> Incarnation | None:
-        return None
+CLUSTER_TOKEN = "the-token-of-the-cluster-itself"
+CLUSTER_METADATA = (("authorization", f"Bearer {CLUSTER_TOKEN}"),)
 
 
 def controller(metrics: ScrapeSettings | None) -> ControllerActor:
     settings = ControllerSettings(
-        namespace="tests", token=TOKEN, metrics=metrics, model="m", kv_cache_dtype="int8"
+        namespace="tests",
+        token=TOKEN,
+        cluster_token=CLUSTER_TOKEN,
+        metrics=metrics,
+        model="m",
+        kv_cache_dtype="int8",
     )
-    return ControllerActor(settings, orders=Nobody(), directory=Nobody())
+    return ControllerActor(settings, orders=NoPeers(), directory=NoPeers())
 
 
 def fetch(address: str) -> str:
@@ -68,7 +57,7 @@ def test_what_a_gateway_reports_is_served_and_kept_until_it_reports_anew() -> No
             where = await actor.metrics_address()
             async with grpc.aio.insecure_channel(await actor.address()) as channel:
                 stub = control_pb2_grpc.ControlStub(channel)
-                call = stub.GatewayReports(metadata=METADATA)
+                call = stub.GatewayReports(metadata=CLUSTER_METADATA)
                 await call.write(report(1, requests_accepted_total=3, generation_tokens_total=9))
                 await call.read()
                 await call.write(report(2, generation_tokens_total=10))

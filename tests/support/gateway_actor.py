@@ -15,7 +15,13 @@ from deepinfer.gateway.actor import ControllerAccess, GatewaySettings
 from deepinfer.proto import control_pb2_grpc
 from deepinfer.text.load import load_tokenizer
 from support.byte_tokenizer import EOS, VOCAB_SIZE
-from support.gateway_world import SECRET, TOKEN, MinimalController, ScriptedWorker
+from support.gateway_world import (
+    CLUSTER_TOKEN,
+    SECRET,
+    TOKEN,
+    MinimalController,
+    ScriptedWorker,
+)
 
 
 def gateway_settings(folder: Path, **changes: Any) -> GatewaySettings:
@@ -29,6 +35,7 @@ def gateway_settings(folder: Path, **changes: Any) -> GatewaySettings:
         eos_token_ids=(EOS,),
         kv_cache_dtype="fp16",
         token=TOKEN,
+        cluster_token=CLUSTER_TOKEN,
         secret=SECRET,
     )
     return replace(settings, **changes)

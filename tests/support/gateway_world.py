@@ -41,6 +41,8 @@ TOKEN = "a-token-of-some-length"
 SECRET = b"the cluster's secret"
 CONTEXT = 512
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
+CLUSTER_TOKEN = "the-token-of-the-cluster-itself"
+CLUSTER_METADATA = (("authorization", f"Bearer {CLUSTER_TOKEN}"),)
 
 
 @dataclass(eq=False)
@@ -85,7 +87,7 @@ class ScriptedWorker:
             if not running.dropped and not running.finished:
                 self.attach(running)
         async with grpc.aio.insecure_channel(self.address) as channel:
-            call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=METADATA)
+            call = link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=CLUSTER_METADATA)
 
             async def write() -> None:
                 while True:
@@ -257,7 +259,12 @@ class GatewayHost:
         )
         self.health = Health(shell.gateway, self._status)
         self._server = build_server(
-            shell, token=TOKEN, secret=SECRET, status=self._status, health=self.health
+            shell,
+            token=TOKEN,
+            cluster_token=CLUSTER_TOKEN,
+            secret=SECRET,
+            status=self._status,
+            health=self.health,
         )
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
@@ -265,7 +272,7 @@ class GatewayHost:
         async def find() -> str:
             return self.controller
 
-        reporter = Reporter(shell, find, address=self.address, token=TOKEN)
+        reporter = Reporter(shell, find, address=self.address, cluster_token=CLUSTER_TOKEN)
         self._tasks = [asyncio.create_task(shell.tick()), asyncio.create_task(reporter.run())]
 
     async def _status(self) -> dict[str, object]:

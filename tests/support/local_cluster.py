@@ -28,6 +28,7 @@ from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.model.load import load_model
 
 TOKEN = "a-token-of-some-length"
+CLUSTER_TOKEN = "the-token-of-the-cluster-itself"
 BLOCK_SIZE = 4
 
 
@@ -149,7 +150,7 @@ async def local_cluster(
                 node="n",
                 budget_bytes=1 << 26,
                 page_bytes=layout.block_bytes,
-                token=TOKEN,
+                token=CLUSTER_TOKEN,
             ),
             cluster.find,
         )
@@ -164,7 +165,7 @@ async def local_cluster(
                 precision_levels=precision_levels,
                 shed=shed,
                 start_shed=start_shed,
-                token=TOKEN,
+                token=CLUSTER_TOKEN,
                 config=WorkerConfig(
                     blocks_total=blocks,
                     block_size=block_size,
@@ -189,6 +190,7 @@ async def local_cluster(
                     eos_token_ids=tokenizer.eos_ids,
                     kv_cache_dtype="fp16",
                     token=TOKEN,
+                    cluster_token=CLUSTER_TOKEN,
                     secret=b"secret",
                     config=GatewayConfig(orphan_grace_ms=orphan_grace_ms),
                 ),
@@ -201,6 +203,7 @@ async def local_cluster(
             ControllerSettings(
                 namespace="none",
                 token=TOKEN,
+                cluster_token=CLUSTER_TOKEN,
                 config=controller
                 or ControllerConfig(min_residency_tokens=2, orphan_grace_ms=orphan_grace_ms),
             ),
