@@ -33,10 +33,10 @@ from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, ConfigError
 from deepinfer.deploy.generate import get_model
 
-BLOCK_SIZE = 16
-LENGTHS = Lengths(prompt=(8, 48), answer=(32, 96))
+BLOCK_SIZE = 4
+LENGTHS = Lengths(prompt=(6, 20), answer=(12, 36))
 """Answers longer than prompts: a pool that holds the prompts is short soon after."""
-SPARE_BLOCKS = 3
+SPARE_BLOCKS = 2
 """In a worker's pool, beside the longest request."""
 REQUESTS = 40
 """Different ones, of which each burst draws some."""
