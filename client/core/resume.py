@@ -40,6 +40,9 @@ from deepinfer.kvstore.core.messages import (
 from deepinfer.kvstore.core.precision import Precision
 from deepinfer.kvstore.core.requests import FinishReason
 
+_NOT_BY_TOKENS = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE)
+"""Ends that do not show in a choice's tokens, which are all that a resuming client tells of it."""
+
 
 class ClientCore:
     """Receives one request exactly once.
@@ -299,7 +302,10 @@ class ClientCore:
 
     def _delta(self, delta: Delta, now_ms: int) -> None:
         choice, start = delta.choice, delta.index
-        if not self._choice_is_known(choice) or self._finishes[choice] is not None:
+        known = self._choice_is_known(choice)
+        if known and self._finishes[choice] in _NOT_BY_TOKENS:
+            return  # a gateway that took over does not know of this end
+        if not known or self._finishes[choice] is not None:
             self._contradiction(f"tokens of choice {choice}, which is not running", now_ms)
             return
         have, said = self._tokens[choice], [token.id for token in delta.tokens]

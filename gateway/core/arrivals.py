@@ -97,8 +97,9 @@ class Arrivals:
         else:
             self._counters["resumes_total"] += 1
             self._set_claim(entry, event.claim)
-        for choice, received in zip(entry.choices, event.received, strict=True):
-            choice.sent = max(choice.sent, len(received))
+        precisions = event.precisions or ((),) * len(entry.choices)
+        for choice, received, modes in zip(entry.choices, event.received, precisions, strict=True):
+            choice.heard_of(received, modes)
         cursors = [len(received) for received in event.received]
         self._open(event, entry, cursors)
 

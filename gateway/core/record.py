@@ -158,6 +158,18 @@ class Choice:
         elif held >= record.sampling.max_tokens:
             self.end(FinishReason.LENGTH)
 
+    def heard_of(self, received: tuple[int, ...], precisions: tuple[Precision, ...]) -> None:
+        """A client that has ``received`` goes on here: in these modes, or () if all were FP16.
+
+        Another run may have sent it the same tokens from steps in other modes than those held.
+        """
+        self.sent = max(self.sent, len(received))
+        said = precisions or (Precision.FP16,) * len(received)
+        for index, precision in enumerate(said):
+            token = self.tokens[index]
+            if token.precision is not precision:
+                self.tokens[index] = token._replace(precision=precision)
+
     def stop_at(self, tokens: int) -> None:
         """A stop string ends within token number ``tokens``: drop what follows.
 

@@ -265,6 +265,26 @@ def test_a_refusal_of_one_choice_is_remembered_wherever_the_other_ends() -> None
     assert bench.tell(Got(2, other)) == [Deliver(other), CloseStream(2), fail]
 
 
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE])
+def test_a_gateway_that_does_not_know_of_an_end_may_try_again(reason: FinishReason) -> None:
+    """Only tokens are told to a gateway that takes over; it computes the choice anew."""
+    bench = Bench(choices=2)
+    bench.tell(Start(), Got(1, ACCEPTED), Got(1, delta(0, 5, choice=1)))
+    bench.tell(Got(1, Finished(0, reason, 0, "no room", "RESOURCE_EXHAUSTED")))
+    bench.tell(StreamEnded(1, "UNAVAILABLE", "gone"))
+    bench.now_ms += 20_000
+    bench.tell(Tick())
+    assert bench.tell(Got(2, ACCEPTED), Got(2, delta(0, 7, 8, choice=0))) == []
+    last = Finished(1, FinishReason.LENGTH, 1, "")
+    told = bench.tell(Got(2, Finished(0, FinishReason.LENGTH, 2, "")), Got(2, last))
+    end = Fail(Failure.EXHAUSTED, "RESOURCE_EXHAUSTED", "no room")
+    assert told == [
+        Deliver(last),
+        CloseStream(2),
+        end if reason is FinishReason.ERROR else Succeed(),
+    ]
+
+
 def test_an_error_without_a_status_is_a_failure() -> None:
     bench = accepted()
     fail = bench.tell(Got(1, Finished(0, FinishReason.ERROR, 0, "why")))[-1]
