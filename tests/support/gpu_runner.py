@@ -17,8 +17,10 @@ from deepinfer.kernels.attention import DecodeWorkspace
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.workers.gpu import decoder, steps
 from deepinfer.workers.gpu.buffers import Buffers
+from deepinfer.workers.gpu import deterministic as row_steps
 from deepinfer.workers.gpu.copying import CardCopies
 from deepinfer.workers.gpu.graphs import StepGraph
+from deepinfer.workers.gpu.deterministic import fixed_workspace
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.opening import make_runner
 from deepinfer.workers.gpu.planes import GpuPlanes, ShelvedPlanes
@@ -67,7 +69,8 @@ def emulated_gpu() -> Iterator[None]:
 
     with emulator(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "multiply_into_float32", multiply)
-        patch.setattr(steps, "recording", lambda: nullcontext(ReplayRecorder()))
+        for module in (steps, row_steps):
+            patch.setattr(module, "recording", lambda: nullcontext(ReplayRecorder()))
         yield
 
 
@@ -81,12 +84,13 @@ def cpu_runner(
     sequences: int = 8,
     ahead: bool = True,
     form: WeightForm = AS_STORED,
+    deterministic: bool = False,
     levels: int = 1,
     shelf: Shelf | None = None,
 ) -> GpuRunner:
     """A runner for ``model``, by default ``random_model(config)``, kept in ``form``.
 
-    Up to 4 rows are fused, steps have up to ``rows``.
+    Up to 4 rows are fused (all of a ``deterministic`` one), steps have up to ``rows``.
 
     The pool has ``blocks`` and a spare one for each sequence, if it is to run ``ahead``. With a
     ``shelf`` the lower planes of a nested model lie in blocks between them.
@@ -101,19 +105,28 @@ def cpu_runner(
     pool = PagedPool(layout, blocks + sequences, copies=copies)
     if shelved is not None:
         weights = shelved.placed(shelved.taken_from(weights), pool.storage[first:blocks])
-    prebuild(model_specs(weights, pool.layout))
-    workspace = DecodeWorkspace.allocate(sequences, config.heads, config.head_dim, 8, CPU)
-    buffers = Buffers.allocate(config, rows, FUSED_ROWS, sequences, workspace, CPU)
+    prebuild(model_specs(weights, pool.layout, w8a8=w8a8_rows > 0))
+    activations = None
+    if w8a8_rows:
+        columns = max(each.columns for each in linears(weights))
+        activations = Scratch.allocate(rows, columns, CPU)
+    fused_rows = rows if deterministic else FUSED_ROWS
+    if deterministic:
+        workspace = fixed_workspace(config, rows, CPU)
+    else:
+        workspace = DecodeWorkspace.allocate(sequences, config.heads, config.head_dim, 8, CPU)
+    buffers = Buffers.allocate(config, rows, fused_rows, sequences, workspace, CPU)
     limits = StepLimits(rows=rows, sequences=sequences, context=config.max_positions)
     runner = make_runner(
         weights,
         pool,
         buffers,
         limits,
-        fused_rows=FUSED_ROWS,
+        fused_rows=fused_rows,
         multiprocessors=4,
         spares=range(blocks, blocks + sequences) if ahead else (),
         levels=PrecisionLevels(config.layers, levels),
+        deterministic=deterministic,
         upper_head=form.upper_head or (shelf is not None and shelf.head),
         level_min=levels - 1 if form.upper_only else 0,
     )

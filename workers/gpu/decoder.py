@@ -24,6 +24,7 @@ from deepinfer.kernels.attention import KvView, paged_decode
 from deepinfer.kernels.linear import (
     ROWS_MAX,
     F16Weight,
+    AnyPlan,
     NestedWeight,
     Weight,
     linear_logits,
@@ -143,6 +144,7 @@ class GpuDecoder:
                 eps=eps,
                 fp8=_mode(layer.gate_up, wanted),
                 workspace=b.linear,
+                plan=self.plan(layer.qkv, rows, _mode(layer.qkv, wanted)),
             )
             last = index + 1 == len(layers)
             gamma = self.weights.norm if last else layers[index + 1].input_norm
@@ -155,6 +157,7 @@ class GpuDecoder:
                 gamma,
                 fp8=_mode(layer.down, wanted),
                 workspace=b.linear,
+                plan=self.plan(layer.out, rows, _mode(layer.out, wanted)),
             )
 
     def fused_logits(self, rows: int, level: int = 0) -> None:
@@ -164,9 +167,10 @@ class GpuDecoder:
             b.logits[:rows],
             b.hidden[:rows],
             self.weights.head,
+                plan=self.plan(layer.gate_up, rows, _mode(layer.gate_up, wanted)),
             sumsq=b.sumsq[:rows],
             eps=self.weights.config.rms_eps,
-            fp8=_mode(self.weights.head, self.levels.fp8_head(level)),
+            fp8=self.head_fp8(level),
             workspace=b.linear,
         )
 
@@ -176,9 +180,14 @@ class GpuDecoder:
         step: WideStep,
         level: int = 0,
         *,
+                plan=self.plan(layer.down, rows, _mode(layer.down, wanted)),
         piece: Callable[[int], None] | None = None,
         decode: Callable[[int], None] | None = None,
     ) -> None:
+    def plan(self, weight: Weight, rows: int, fp8: bool) -> AnyPlan | None:
+        """How ``fused`` multiplies ``weight``; None: as is fastest for so many rows."""
+        return None
+
         """Write the step's KV; leave the final residual, and its norm in ``hidden``.
 
         ``piece(index)`` and ``decode(index)`` stand in for the methods of those names where what
@@ -261,14 +270,21 @@ class GpuDecoder:
         if isinstance(head, F16Weight) and rows > max_rows(head):
             multiply_into_float32(out, normed, head.weight)
             return out
-        fp8 = _mode(head, self.levels.fp8_head(level))
+        fp8 = self.head_fp8(level)
         parts = zip(torch.split(normed, ROWS_MAX), torch.split(out, ROWS_MAX), strict=True)
         for part, into in parts:
             linear_logits(into, part, head, fp8=fp8, workspace=self.buffers.linear)
         return out
 
-    def _multiply(self, out: Tensor, x: Tensor, weight: Weight, fp8: bool) -> None:
-        self._products(out, x, weight, fp8=_mode(weight, fp8))
+    def head_fp8(self, level: int) -> bool:
+        """Whether the LM head is multiplied in FP8."""
+        return _mode(self.weights.head, self.levels.fp8_head(level))
+
+    def _multiply(self, out: Tensor, x: Tensor, weight: Weight, mode: Mode) -> None:
+        if mode is Mode.W8A8 and isinstance(weight, NestedWeight):
+            self._products.multiply_w8a8(out, x, weight)
+        else:
+            self._products(out, x, weight, fp8=_mode(weight, mode is not Mode.FP16))
 
     def _is_upper_embedding(self, level: int) -> bool:
         return self._upper_embedding is not None and self.levels.fp8_head(level)

@@ -34,6 +34,7 @@ from deepinfer.workers.gpu.copying import CardCopies
 from deepinfer.workers.gpu.costs import measure_costs
 from deepinfer.workers.gpu.decoder import GpuDecoder, piece_modes
 from deepinfer.workers.gpu.graphs import buckets, row_bucket, wide_buckets
+from deepinfer.workers.gpu.deterministic import DeterministicDecoder, fixed_workspace
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.planes import GpuPlanes, ShelvedPlanes, lower_bytes, tail_bytes
 from deepinfer.workers.gpu.reader import WeightForm
@@ -100,11 +101,18 @@ def open_gpu(
         GpuMemoryError: the card has no room for them; says both numbers.
         CheckpointError: the weights are damaged, or none for half precision.
         ValueError: the kernels know no such head_dim, block size or number of heads; planes are to
-            be shed of a model that is not nested.
+            be shed of a model that is not nested, or FP8 to be multiplied by FP8 on a card that
+            does not; either with ``settings.deterministic``.
     """
     check_kernels(model.config, layout)
     nested = nested or NestedSettings()
     if not model.nested and (nested.shed or nested.start_shed):
+    if settings.deterministic:
+        for name in ("shed", "w8a8"):
+            if getattr(nested, name):
+                raise ValueError(f"{name} = True with deterministic = True: must be False")
+    if nested.w8a8:
+        check_w8a8(card)
         raise ValueError(
             f"{'shed' if nested.shed else 'start_shed'}: the model's weights are not nested: take "
             "weights = nested, or a checkpoint of deepinfer convert --weights nested"
@@ -153,13 +161,22 @@ def open_gpu(
     decode = len(list(buckets(sequences, model.config.max_positions)))
     decode *= levels.count - level_min
     pieces = len(list(wide_buckets(rows))) * len(piece_modes(levels, level_min))
+    if settings.deterministic:
+        fused_rows = rows
     with _fitting("scratch", budget):
         buffers = Buffers.allocate(
             model.config,
             rows,
+    if settings.deterministic:
+        pieces = 0
+    if levels.w8a8_rows:
+        large = sum(each >= levels.w8a8_rows for each in wide_buckets(rows))
+        pieces += large * (model.config.layers + 1)
             fused_rows,
             sequences,
-            _workspace(model.config, card, sequences),
+            fixed_workspace(model.config, rows, card.device)
+            if settings.deterministic
+            else _workspace(model.config, card, sequences),
             card.device,
         )
     copies = CardCopies(CudaCopyDevice(card.device))
@@ -177,7 +194,16 @@ def open_gpu(
     verdict = None
     if settle is not None:
         with _fitting("measurement of KV quality", budget):
-            weights, verdict = _settled(settle, weights, buffers, layout, card, rows, fused_rows)
+            weights, verdict = _settled(
+                settle,
+                weights,
+                buffers,
+                layout,
+                card,
+                rows,
+                fused_rows,
+                deterministic=settings.deterministic,
+            )
     shelved = None
     remark: tuple[str, ...] = ()
     if nested.shed:
@@ -222,6 +248,7 @@ def open_gpu(
     if shelved is not None:
         planes = GpuPlanes(shelved, pool, blocks, runner, copies.settle)
     marks = [_used()]
+        deterministic=settings.deterministic,
     began = time.monotonic()
     captured = runner.capture(lambda _kind: marks.append(_used()))
     runner.warm_up()
@@ -306,6 +333,8 @@ def _settled(
             buffers,
             StepLimits(rows=rows, sequences=1, context=context),
             fused_rows=fused_rows,
+    *,
+    deterministic: bool,
             multiprocessors=card.multiprocessors,
         )
 
@@ -318,6 +347,7 @@ def _settled(
 def make_runner(
     weights: GpuWeights,
     pool: PagedPool,
+            deterministic=deterministic,
     buffers: Buffers,
     limits: StepLimits,
     *,
@@ -328,13 +358,18 @@ def make_runner(
     upper_head: bool = False,
     level_min: int = 0,
 ) -> GpuRunner:
-    """Bind weights, pool and buffers to each other; no graph is captured yet."""
+    """Bind weights, pool and buffers to each other; no graph is captured yet.
+
+    ``deterministic`` wants ``fused_rows`` to be all rows of a step.
+    """
+    kind = DeterministicDecoder if deterministic else GpuDecoder
     return GpuRunner(
         GpuDecoder(weights, kv_views(pool), buffers, levels, upper_head=upper_head),
         pool,
         GpuSampler(buffers.logits, buffers.saturations),
         limits,
         fused_rows=fused_rows,
+    deterministic: bool = False,
         multiprocessors=multiprocessors,
         spares=spares,
         level_min=level_min,

@@ -14,6 +14,7 @@ from deepinfer.kernels.pointwise import copy_blocks
 from deepinfer.kvstore.core.precision import StepCost
 from deepinfer.workers.gpu.ahead import Claim, Lookout
 from deepinfer.workers.gpu.decoder import GpuDecoder
+from deepinfer.workers.gpu.deterministic import DeterministicDecoder, DeterministicSteps
 from deepinfer.workers.gpu.graphs import (
     Bucket,
     context_bucket,
@@ -59,7 +60,8 @@ class GpuRunner:
         self.decoder = decoder
         self.pool = pool
         self.backend = sampler
-        self._steps = GpuSteps(
+        steps = DeterministicSteps if isinstance(decoder, DeterministicDecoder) else GpuSteps
+        self._steps = steps(
             decoder,
             pool,
             sampler,
