@@ -154,8 +154,8 @@ _REQUESTS = (
         "counter",
         ("gateway", "reason"),
         "requests",
-        "invalid, unknown_model, max_live_requests, max_streams, or no_pool (none could ever hold "
-        "it; such a request was accepted first).",
+        "invalid, unknown_model, max_live_requests, max_streams, draining (the gateway is to be "
+        "stopped), or no_pool (none could ever hold it; such a request was accepted first).",
     ),
     *_of(
         "gateway",
@@ -166,6 +166,11 @@ _REQUESTS = (
             ("deepinfer_orphans_total", "requests", "Ended because no client came back."),
             ("deepinfer_client_resumes_total", "streams", "Clients that came back here."),
             ("deepinfer_client_resumes_refused_total", "streams", "Clients that may not resume."),
+            (
+                "deepinfer_streams_sent_away_total",
+                "streams",
+                "Ended before their request, for the gateway to be stopped: they go on at another.",
+            ),
             ("deepinfer_takeovers_total", "requests", "Taken over from another gateway."),
             ("deepinfer_disowned_total", "requests", "Taken over by another gateway."),
         ),
@@ -343,7 +348,8 @@ _WORKERS = (
             (
                 "deepinfer_worker_precision_tokens_total",
                 "tokens",
-                "Sampled in steps of nested weights: fp16, mixed (some layers in FP8) or fp8.",
+                "Sampled in steps of nested weights: fp16, mixed (some layers in FP8), fp8 or w8a8 "
+                "(activations too).",
             ),
             (
                 "deepinfer_worker_precision_seconds_total",

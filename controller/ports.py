@@ -48,3 +48,10 @@ class Directory(Protocol):
     async def life(self, peer: Peer) -> Incarnation | None:
         """The life that answers under the peer's name now; None if nobody does."""
         ...
+
+    async def restart(self, name: str, life: Incarnation) -> None:
+        """End this life of a worker or gateway, and have the next one begin; nothing if it is over.
+
+        Raises OSError or RuntimeError if that cannot be done now.
+        """
+        ...

@@ -32,7 +32,7 @@ from deepinfer.controller.core.events import (
 )
 from deepinfer.controller.ports import Directory, OrderError, Orders, StoreCalls
 from deepinfer.controller.tally import Tally
-from deepinfer.kvstore.core.ids import GatewayId, StoreId, WorkerId, WorkerRef
+from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StoreId, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import (
     Admit,
     Prefetch,
@@ -157,10 +157,25 @@ class Shell:
             case PeerKind.GATEWAY:
                 self.tell(GatewayGone(GatewayId(peer.id), peer.incarnation))
 
-    def drain(self, worker: str) -> None:
-        """Move everything off a worker."""
-        log.info("draining", worker=worker)
-        self.tell(Drain(WorkerId(worker)))
+    def drain(self, wanted: Drain) -> None:
+        """Empty a worker or a gateway."""
+        before = self.core.drain_level(wanted.peer)
+        if before is not None and before.serving:
+            log.info("draining", peer=wanted.peer, grace_ms=wanted.grace_ms)
+        self.tell(wanted)
+
+    async def restart(self, name: str, life: Incarnation) -> bool:
+        """Restart a worker or gateway, if that life of it is drained; whether it is.
+
+        Raises:
+            OSError, RuntimeError: it could not be done.
+        """
+        level = self.core.drain_level(name)
+        if level is None or not level.drained or level.life != life:
+            return False
+        log.info("restarting", peer=name, incarnation=life)
+        await self._directory.restart(name, life)
+        return True
 
     # ---- effects ---------------------------------------------------------------------------
 

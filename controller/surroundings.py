@@ -20,6 +20,7 @@ LIFE_TIMEOUT_S = 0.3
 """Who does not answer by then is taken for dead. One that lives is believed again soon, and what
 it was doing is computed anew elsewhere; Ray itself takes more than a second to notice a death.
 """
+RESTART_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +122,17 @@ class RayDirectory:
             return Incarnation(await asyncio.wait_for(answer, LIFE_TIMEOUT_S))
         except (ValueError, TimeoutError, RayError):
             return None
+
+    async def restart(self, name: str, life: Incarnation) -> None:
+        """Kill the actor's process, if it is in that life; Ray starts it again.
+
+        Raises:
+            RuntimeError: Ray, or the actor, did not answer.
+        """
+        try:
+            handle: Any = await asyncio.to_thread(ray.get_actor, name, namespace=self._namespace)
+            answer: Any = handle.incarnation.remote()
+            if await asyncio.wait_for(answer, RESTART_TIMEOUT_S) == life:
+                await asyncio.to_thread(ray.kill, handle, no_restart=False)
+        except (ValueError, TimeoutError, RayError) as error:
+            raise RuntimeError(f"{name} cannot be restarted: {error}") from error

@@ -8,6 +8,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TypeVar
 
+from deepinfer.controller.core.draining import DrainLevel
+from deepinfer.controller.core.events import Drain
 from deepinfer.kvstore.core.ids import (
     GatewayId,
     Incarnation,
@@ -214,6 +216,8 @@ def gateway_report_from(said: control_pb2.GatewayReport) -> GatewayReport:
         epoch_seen=said.epoch_seen,
         requests=tuple(_request_from(level) for level in said.requests),
         gone=tuple(seq_from(seq) for seq in said.gone),
+        draining=said.draining,
+        drained=said.drained,
     )
 
 
@@ -254,6 +258,32 @@ def reply_to(reply: ReportReply) -> control_pb2.ReportReply:
             for r in reply.reject
         ],
         precision=None if reply.precision is None else _rule_to(reply.precision),
+        drain=None if reply.drain is None else control_pb2.DrainRule(left_ms=reply.drain.left_ms),
+    )
+
+
+def drain_from(said: control_pb2.DrainRequest) -> Drain:
+    """Read a wish to empty a worker or gateway.
+
+    Raises:
+        WireError: the name is empty.
+    """
+    return Drain(
+        WorkerId(_name("name", said.name)),
+        said.grace_ms if said.HasField("grace_ms") else None,
+        Incarnation(said.incarnation) if said.incarnation else None,
+    )
+
+
+def drain_level_to(level: DrainLevel) -> control_pb2.DrainLevel:
+    """Write how far it has been emptied."""
+    return control_pb2.DrainLevel(
+        name=level.name,
+        incarnation=level.life,
+        serving=level.serving,
+        draining=level.draining,
+        drained=level.drained,
+        left=level.left,
     )
 
 

@@ -63,6 +63,10 @@ class Actors:
         default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES), repr=False
     )
     """What its processes prove to each other that they are: no client has it."""
+    operator_token: str = field(
+        default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES), repr=False
+    )
+    """Who has it may drain and restart them."""
 
     def create(self, model: Served, worker_env: dict[str, str]) -> None:
         """Create all; none waits for another.
@@ -95,6 +99,7 @@ class Actors:
                 namespace=NAMESPACE,
                 token=self.token,
                 cluster_token=self.cluster_token,
+                operator_token=self.operator_token,
                 host=self.nodes.home.address,
                 metrics=_scrape_settings(config),
                 model=config.model,

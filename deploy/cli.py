@@ -201,6 +201,10 @@ def up(
     orphan_grace: Annotated[
         float | None, typer.Option(help="Seconds a request outlives its client's stream.")
     ] = None,
+    grace: Annotated[
+        float | None,
+        typer.Option(help="Seconds that running requests may take to finish at a stop."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address the gateways listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="First gateway's port.")] = None,
     metrics_port: Annotated[
@@ -242,13 +246,20 @@ def down(
             autocompletion=endpoints_here,
         ),
     ] = None,
-    grace_s: Annotated[float, typer.Option(help="Seconds to wait until it has stopped.")] = 30.0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=86_400,
+            help="Seconds that running requests may take to finish; default: what `up` was told.",
+        ),
+    ] = None,
 ) -> None:
-    """Stop the cluster that `deepinfer up` started here."""
+    """Stop the cluster that `deepinfer up` started here, once its requests have finished."""
     with plain_errors():
         from deepinfer.deploy.launch import stop_running
 
-        stop_running(endpoint, grace_s)
+        stop_running(endpoint, grace)
         out.print("stopped")
 
 

@@ -21,6 +21,7 @@ from deepinfer.deploy.models import check_model, resolve_model
 from deepinfer.deploy.precision import check_precision
 from deepinfer.deploy.rays import OwnRay, RunningRay
 from deepinfer.deploy.running import alive, default_token_file, read_or_make_token
+from deepinfer.deploy.stopping import finish_requests
 from deepinfer.deploy.tls import check_server_tls
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Cluster:
     notes: tuple[str, ...] = ()
     """What workers have to say of their memory."""
     token: str = field(default="", repr=False)
+    operator_token: str = field(default="", repr=False)
+    """Who has it may drain and restart single processes."""
     actors: dict[str, Any] = field(default_factory=dict)
     """Ray's handle of each, by name."""
 
@@ -93,6 +96,13 @@ class Cluster:
         pid: int = ray.get(self.actors[actor].pid.remote(), timeout=START_TIMEOUT_S)
         return pid
 
+    def finish_requests(self, grace_s: float) -> int | None:
+        """Take nothing new and let what was accepted end, for so long; how many have not.
+
+        None if nobody could say.
+        """
+        return finish_requests(self.actors, grace_s, self.say)
+
     def detach(self) -> None:
         """Let the cluster run on when this is left: another process has to remove it."""
         self.actors.clear()
@@ -112,6 +122,7 @@ class Cluster:
         nodes = self.ray.start(config)
         self.say("starting controller, store, gateways and workers")
         actors = Actors(config, nodes, self.token, self.actors)
+        self.operator_token = actors.operator_token
         actors.create(served, self.worker_env)
         self.endpoints = actors.await_ready(self.say, self.loading, self.ray.session)
         self.notes = actors.notes()

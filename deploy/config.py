@@ -180,6 +180,12 @@ class ClusterConfig(BaseModel):
     orphan_grace: float = Field(
         default=5.0, ge=0, le=3600, description="Seconds a request outlives its client's stream."
     )
+    grace: float = Field(
+        default=20.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that running requests may take to finish when the cluster is stopped.",
+    )
     host: str = Field(
         default="127.0.0.1", min_length=1, description="Address the gateways listen on."
     )

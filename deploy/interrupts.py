@@ -26,12 +26,12 @@ class _Heard:
     """The last signal of this process's ``stop_signals``."""
 
     number: int | None = None
-    at_s: float = 0.0
+    at_s: float | None = None
 
 
 def _raise(number: int, _: FrameType | None = None) -> None:
     now_s = time.monotonic()
-    if _Heard.number is not None and now_s - _Heard.at_s < DEAF_S:
+    if _Heard.at_s is not None and now_s - _Heard.at_s < DEAF_S:
         return
     _Heard.number, _Heard.at_s = number, now_s
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated
@@ -43,7 +43,7 @@ def stop_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _Heard.number = None
+    _Heard.number = _Heard.at_s = None
     with _handling(_raise):
         yield
 
@@ -58,6 +58,11 @@ def ending() -> None:
 def exit_code() -> int:
     """What a command ends with after a signal: the shell's number for it."""
     return 128 + (_Heard.number or signal.SIGINT)
+
+
+def anew() -> None:
+    """A signal was heard and is being acted upon: from here on only the next one counts."""
+    _Heard.number = None
 
 
 def check() -> None:

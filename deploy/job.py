@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,11 +22,10 @@ from deepinfer.deploy.actors import end_actors
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, ConfigError, load_config
 from deepinfer.deploy.errors import LaunchError
+from deepinfer.deploy.launch import hold
 from deepinfer.deploy.models import ModelUnavailableError
 from deepinfer.deploy.rays import RunningRay, members
 from deepinfer.deploy.running import TokenFileError, exposed
-
-WAKE_S = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,22 +78,22 @@ def serve(cluster: Cluster, *, detach: bool) -> None:
         LaunchError: it could not be started, or not be removed in time.
         TokenFileError: the token file cannot be used.
     """
-    for warning in cluster.config.warnings():
+    config = cluster.config
+    for warning in config.warnings():
         _say(f"warning: {warning}")
     with cluster:
         if (loose := exposed(cluster.token_file)) is not None:
             _say(f"warning: {loose}")
         for note in cluster.notes:
             _say(note)
-        _say(f"serving {cluster.config.model} at {', '.join(cluster.endpoints)}")
+        _say(f"serving {config.model} at {', '.join(cluster.endpoints)}")
         _say(f"token in {cluster.token_file}")
         if detach:
             cluster.detach()
             _say("detached: remove it with `python -m deepinfer.deploy.job --down`")
             return
-        while True:
-            time.sleep(WAKE_S)
-            interrupts.check()
+        # Ray kills a job some seconds after it has asked it to stop: how many, only its head knows.
+        hold(cluster, lambda: config.grace if "grace" in config.model_fields_set else 0.0)
 
 
 def remove(ray_below: RunningRay) -> tuple[str, ...]:

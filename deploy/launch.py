@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ from deepinfer.deploy.running import (
     process_ticks,
     read_token,
     remember,
+    wish_grace,
+    wished_grace,
 )
 from deepinfer.deploy.starting import Starting
 from deepinfer.deploy.tls import check_server_tls, client_tls
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from deepinfer.client import Client
 
 WAKE_S = 1.0
+STOP_S = 30.0
+"""What a launcher may take, behind the grace, until nothing of its cluster is left."""
 
 
 def serve(config: ClusterConfig, *, console: Console) -> None:
@@ -63,12 +68,15 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
                 model=config.model,
                 tls_cert=None if certificate is None else certificate.file,
                 tls_server_name=None if certificate is None else certificate.name,
+                operator_token=cluster.operator_token,
+                grace_s=config.grace,
             )
             stack.callback(forget, here.name)
             remember(here)
             for note in cluster.notes:
                 console.print(note, markup=False, highlight=False)
             stack.callback(console.print, "stopping")
+            cluster.say = lambda line: console.print(line, markup=False, highlight=False)
             console.print(f"serving {config.model} at {', '.join(cluster.endpoints)}")
             if certificate is not None:
                 how = f"TLS: grpcs://host:port, with the root of {certificate.file}"
@@ -77,9 +85,27 @@ def serve(config: ClusterConfig, *, console: Console) -> None:
                 scheme = "http" if certificate is None else "https"
                 console.print(f"metrics at {scheme}://{cluster.metrics}/metrics", markup=False)
             console.print(f"token in {cluster.token_file}; Ctrl-C stops", markup=False)
-            while True:
-                time.sleep(WAKE_S)
-                interrupts.check()
+            hold(cluster, lambda: wished_grace(here.name))
+
+
+def hold(cluster: Cluster, wished: Callable[[], float | None]) -> None:
+    """Serve until a signal, and then for as long as its requests take, within the grace.
+
+    Raises:
+        KeyboardInterrupt: a second signal: at once.
+    """
+    try:
+        while True:
+            time.sleep(WAKE_S)
+            interrupts.check()
+    except KeyboardInterrupt:
+        interrupts.anew()
+    grace_s = wished()
+    if grace_s is None:
+        grace_s = cluster.config.grace
+    left = cluster.finish_requests(grace_s) if grace_s else None
+    if left:
+        cluster.say(f"{left} had not ended after {grace_s:g} s: their clients are told")
 
 
 def running(endpoint: str | None) -> Running:
@@ -100,19 +126,26 @@ def running(endpoint: str | None) -> Running:
     return found[0]
 
 
-def stop_running(endpoint: str | None, grace_s: float) -> None:
+def stop_running(endpoint: str | None, grace_s: float | None) -> None:
     """Ask a cluster's launcher to stop, and wait until it has.
 
+    ``grace_s``: how long running requests may take to finish; None: as long as `up` was told.
+
     Raises:
-        LaunchError: there is none, or it still runs after ``grace_s``.
+        LaunchError: there is none, or it still runs ``STOP_S`` after the grace.
     """
     target = running(endpoint)
+    if grace_s is None:
+        grace_s = target.grace_s
+    else:
+        wish_grace(target.name, grace_s)
     os.kill(target.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    patience_s = grace_s + STOP_S
+    deadline = time.monotonic() + patience_s
     while process_ticks(target.pid) == target.started_ticks:
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"cluster {target.name} (process {target.pid}) still runs after {grace_s:g} s"
+                f"cluster {target.name} (process {target.pid}) still runs after {patience_s:g} s"
             )
         time.sleep(0.05)
 

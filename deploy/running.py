@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 TOKEN_BYTES = 32
@@ -35,6 +35,10 @@ class Running:
     """The gateways' certificate, if they speak TLS."""
     tls_server_name: str | None = None
     """A name that it is for."""
+    operator_token: str = field(default="", repr=False)
+    """What its processes are drained and restarted with."""
+    grace_s: float = 0.0
+    """How long running requests may take to finish when it is stopped."""
 
     @property
     def name(self) -> str:
@@ -66,13 +70,38 @@ def remember(running: Running) -> None:
     """Write the cluster's file, whole or not at all."""
     path = _file(running.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(asdict(running)), encoding="utf-8")
+    _write(path, asdict(running))
+
+
+def _write(path: Path, values: object) -> None:
+    """Write JSON that only its owner can read: the file is there whole or not at all."""
+    scratch = path.with_suffix(f".{os.getpid()}.part")
+    mode = stat.S_IRUSR | stat.S_IWUSR
+    scratch.unlink(missing_ok=True)
+    with os.fdopen(
+        os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8"
+    ) as file:
+        json.dump(values, file)
     scratch.replace(path)
 
 
 def forget(name: str) -> None:
     _file(name).unlink(missing_ok=True)
+    _wish(name).unlink(missing_ok=True)
+
+
+def wish_grace(name: str, grace_s: float) -> None:
+    """Tell a cluster's launcher how long running requests may take, before it is signalled."""
+    _write(_wish(name), grace_s)
+
+
+def wished_grace(name: str) -> float | None:
+    """What a launcher was told so; None if nothing, or nothing that can be read."""
+    try:
+        found = json.loads(_wish(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return float(found) if isinstance(found, int | float) and found >= 0 else None
 
 
 def alive() -> tuple[Running, ...]:
@@ -137,3 +166,7 @@ def exposed(path: Path) -> str | None:
 
 def _file(name: str) -> Path:
     return state_dir() / (name.replace("/", "_").replace(":", "_") + ".json")
+
+
+def _wish(name: str) -> Path:
+    return _file(name).with_suffix(".grace")

@@ -15,6 +15,7 @@ PREFIX = "deepinfer_"
 REASONS = {
     "requests_finished_total": (*(reason.value for reason in FinishReason), "orphan"),
     "requests_refused_total": (
+        "draining",
         "invalid",
         "max_live_requests",
         "max_streams",
@@ -34,6 +35,7 @@ TOTALS = (
     "requests_total",
     "resumes_refused_total",
     "resumes_total",
+    "streams_sent_away_total",
     "takeovers_total",
     "tokens_after_gap_dropped_total",
     "tokens_contradicting_dropped_total",

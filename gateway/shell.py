@@ -135,6 +135,7 @@ class Shell:
         """What never gets to the core, by the same names."""
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._send_report: Callable[[GatewayReport], None] | None = None
+        self._on_drain: Callable[[], None] | None = None
 
     # ---- the core --------------------------------------------------------------------------
 
@@ -169,6 +170,9 @@ class Shell:
             raise
         finally:
             self._telling = False
+        if self._on_drain is not None and self.core.draining:
+            act, self._on_drain = self._on_drain, None
+            act()
 
     async def tick(self) -> None:
         """Let time pass for the core, until cancelled; raises what the core has raised anywhere."""
@@ -285,6 +289,10 @@ class Shell:
             self.tell(WorkerLinkDown(link.worker))
 
     # ---- the controller --------------------------------------------------------------------
+
+    def on_drain(self, act: Callable[[], None]) -> None:
+        """What to do, once, when the core begins to take nothing new."""
+        self._on_drain = act
 
     def report_to(self, send: Callable[[GatewayReport], None] | None) -> None:
         """Where reports go from now on; None: nowhere."""

@@ -22,6 +22,7 @@ from deepinfer.kvstore.core.messages import (
     Attached,
     AttachRefused,
     Disown,
+    DrainRule,
     Drop,
     GatewayReport,
     Notice,
@@ -249,6 +250,8 @@ def report_to(
         gone=map(_seq_to, report.gone),
         address=address,
         counters=counters,
+        draining=report.draining,
+        drained=report.drained,
     )
 
 
@@ -283,4 +286,9 @@ def reply_from(said: control_pb2.ReportReply) -> ReportReply:
         resync=said.resync,
         disown=tuple(Disown(seq_from(d.seq), d.claim) for d in said.disown),
         reject=tuple(_reject_from(reject) for reject in said.reject),
+        drain=_drain_from(said.drain) if said.HasField("drain") else None,
     )
+
+
+def _drain_from(said: control_pb2.DrainRule) -> DrainRule:
+    return DrainRule(said.left_ms if said.HasField("left_ms") else None)

@@ -55,7 +55,7 @@ class Departed(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., run: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ..., why: _Optional[str] = ..., ticket: _Optional[_Union[_ids_pb2.Ticket, _Mapping]] = ..., blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class PrecisionLevel(_message.Message):
-    __slots__ = ("level", "levels", "ratio", "remark", "switches", "tokens_fp16", "tokens_mixed", "tokens_fp8", "ms_fp16", "ms_mixed", "ms_fp8")
+    __slots__ = ("level", "levels", "ratio", "remark", "switches", "tokens_fp16", "tokens_mixed", "tokens_fp8", "ms_fp16", "ms_mixed", "ms_fp8", "tokens_w8a8", "ms_w8a8")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,8 @@ class PrecisionLevel(_message.Message):
     MS_FP16_FIELD_NUMBER: _ClassVar[int]
     MS_MIXED_FIELD_NUMBER: _ClassVar[int]
     MS_FP8_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_W8A8_FIELD_NUMBER: _ClassVar[int]
+    MS_W8A8_FIELD_NUMBER: _ClassVar[int]
     level: int
     levels: int
     ratio: float
@@ -78,7 +80,9 @@ class PrecisionLevel(_message.Message):
     ms_fp16: int
     ms_mixed: int
     ms_fp8: int
-    def __init__(self, level: _Optional[int] = ..., levels: _Optional[int] = ..., ratio: _Optional[float] = ..., remark: _Optional[str] = ..., switches: _Optional[int] = ..., tokens_fp16: _Optional[int] = ..., tokens_mixed: _Optional[int] = ..., tokens_fp8: _Optional[int] = ..., ms_fp16: _Optional[int] = ..., ms_mixed: _Optional[int] = ..., ms_fp8: _Optional[int] = ...) -> None: ...
+    tokens_w8a8: int
+    ms_w8a8: int
+    def __init__(self, level: _Optional[int] = ..., levels: _Optional[int] = ..., ratio: _Optional[float] = ..., remark: _Optional[str] = ..., switches: _Optional[int] = ..., tokens_fp16: _Optional[int] = ..., tokens_mixed: _Optional[int] = ..., tokens_fp8: _Optional[int] = ..., ms_fp16: _Optional[int] = ..., ms_mixed: _Optional[int] = ..., ms_fp8: _Optional[int] = ..., tokens_w8a8: _Optional[int] = ..., ms_w8a8: _Optional[int] = ...) -> None: ...
 
 class ShedLevel(_message.Message):
     __slots__ = ("state", "ordinary_blocks", "tail_blocks", "return_ms")
@@ -221,7 +225,7 @@ class RequestLevel(_message.Message):
     def __init__(self, seq: _Optional[_Union[_ids_pb2.Seq, _Mapping]] = ..., claim: _Optional[int] = ..., cancelled: _Optional[bool] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., held_tokens: _Optional[int] = ..., arrival_ms: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., exact: _Optional[bool] = ..., attached: _Optional[_Union[_ids_pb2.Run, _Mapping]] = ...) -> None: ...
 
 class GatewayReport(_message.Message):
-    __slots__ = ("gateway", "incarnation", "number", "complete", "epoch_seen", "requests", "gone", "address", "counters")
+    __slots__ = ("gateway", "incarnation", "number", "complete", "epoch_seen", "requests", "gone", "address", "counters", "draining", "drained")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +242,8 @@ class GatewayReport(_message.Message):
     GONE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     incarnation: int
     number: int
@@ -247,7 +253,9 @@ class GatewayReport(_message.Message):
     gone: _containers.RepeatedCompositeFieldContainer[_ids_pb2.Seq]
     address: str
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, gateway: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., complete: _Optional[bool] = ..., epoch_seen: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestLevel, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[_ids_pb2.Seq, _Mapping]]] = ..., address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    draining: bool
+    drained: bool
+    def __init__(self, gateway: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., complete: _Optional[bool] = ..., epoch_seen: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestLevel, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[_ids_pb2.Seq, _Mapping]]] = ..., address: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., draining: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class Disown(_message.Message):
     __slots__ = ("seq", "claim")
@@ -292,17 +300,59 @@ class PrecisionRule(_message.Message):
     def __init__(self, policy: _Optional[str] = ..., level_max: _Optional[int] = ..., threshold_tokens: _Optional[int] = ..., ttft_target_ms: _Optional[float] = ..., tpot_target_ms: _Optional[float] = ..., dwell_ms: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., waiting_ms: _Optional[int] = ..., shed: _Optional[bool] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("epoch", "number", "resync", "disown", "reject", "precision")
+    __slots__ = ("epoch", "number", "resync", "disown", "reject", "precision", "drain")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     DISOWN_FIELD_NUMBER: _ClassVar[int]
     REJECT_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     number: int
     resync: bool
     disown: _containers.RepeatedCompositeFieldContainer[Disown]
     reject: _containers.RepeatedCompositeFieldContainer[Reject]
     precision: PrecisionRule
-    def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., resync: _Optional[bool] = ..., disown: _Optional[_Iterable[_Union[Disown, _Mapping]]] = ..., reject: _Optional[_Iterable[_Union[Reject, _Mapping]]] = ..., precision: _Optional[_Union[PrecisionRule, _Mapping]] = ...) -> None: ...
+    drain: DrainRule
+    def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., resync: _Optional[bool] = ..., disown: _Optional[_Iterable[_Union[Disown, _Mapping]]] = ..., reject: _Optional[_Iterable[_Union[Reject, _Mapping]]] = ..., precision: _Optional[_Union[PrecisionRule, _Mapping]] = ..., drain: _Optional[_Union[DrainRule, _Mapping]] = ...) -> None: ...
+
+class DrainRule(_message.Message):
+    __slots__ = ("left_ms",)
+    LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    left_ms: int
+    def __init__(self, left_ms: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("name", "grace_ms", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    grace_ms: int
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., grace_ms: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class RestartRequest(_message.Message):
+    __slots__ = ("name", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class DrainLevel(_message.Message):
+    __slots__ = ("name", "incarnation", "serving", "draining", "drained", "left")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    serving: bool
+    draining: bool
+    drained: bool
+    left: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., drained: _Optional[bool] = ..., left: _Optional[int] = ...) -> None: ...

@@ -50,6 +50,21 @@ class ControlStub:
                 request_serializer=deepinfer_dot_proto_dot_control__pb2.GatewayReport.SerializeToString,
                 response_deserializer=deepinfer_dot_proto_dot_control__pb2.ReportReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/deepinfer.v1.Control/Drain',
+                request_serializer=deepinfer_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=deepinfer_dot_proto_dot_control__pb2.DrainLevel.FromString,
+                _registered_method=True)
+        self.GetDrain = channel.unary_unary(
+                '/deepinfer.v1.Control/GetDrain',
+                request_serializer=deepinfer_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=deepinfer_dot_proto_dot_control__pb2.DrainLevel.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/deepinfer.v1.Control/Restart',
+                request_serializer=deepinfer_dot_proto_dot_control__pb2.RestartRequest.SerializeToString,
+                response_deserializer=deepinfer_dot_proto_dot_control__pb2.DrainLevel.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -73,6 +88,29 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Empty a worker or gateway and give it nothing new until it restarts. Idempotent: said again it
+        tells how far that is, and may only bring the end of the grace forward. NOT_FOUND, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDrain(self, request, context):
+        """How far it is; changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """End the process of a drained life; Ray starts the next one. FAILED_PRECONDITION unless that
+        very life is drained. To be asked again if the reply is lost: it cannot end another life.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +128,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GatewayReports,
                     request_deserializer=deepinfer_dot_proto_dot_control__pb2.GatewayReport.FromString,
                     response_serializer=deepinfer_dot_proto_dot_control__pb2.ReportReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=deepinfer_dot_proto_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=deepinfer_dot_proto_dot_control__pb2.DrainLevel.SerializeToString,
+            ),
+            'GetDrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDrain,
+                    request_deserializer=deepinfer_dot_proto_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=deepinfer_dot_proto_dot_control__pb2.DrainLevel.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=deepinfer_dot_proto_dot_control__pb2.RestartRequest.FromString,
+                    response_serializer=deepinfer_dot_proto_dot_control__pb2.DrainLevel.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +226,87 @@ class Control:
             '/deepinfer.v1.Control/GatewayReports',
             deepinfer_dot_proto_dot_control__pb2.GatewayReport.SerializeToString,
             deepinfer_dot_proto_dot_control__pb2.ReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deepinfer.v1.Control/Drain',
+            deepinfer_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
+            deepinfer_dot_proto_dot_control__pb2.DrainLevel.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deepinfer.v1.Control/GetDrain',
+            deepinfer_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
+            deepinfer_dot_proto_dot_control__pb2.DrainLevel.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deepinfer.v1.Control/Restart',
+            deepinfer_dot_proto_dot_control__pb2.RestartRequest.SerializeToString,
+            deepinfer_dot_proto_dot_control__pb2.DrainLevel.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,6 +15,7 @@ from deepinfer.kvstore.core.messages import (
     Attached,
     AttachRefused,
     Departed,
+    DrainRule,
     Drop,
     Notice,
     ReportReply,
@@ -288,6 +289,7 @@ def reply_from(said: control_pb2.ReportReply) -> ReportReply:
         number=said.number,
         resync=said.resync,
         precision=_rule_from(said.precision) if said.HasField("precision") else None,
+        drain=DrainRule(None) if said.HasField("drain") else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepinfer.controller.core import (
+    draining,
     levels,
     placement,
     precision,
@@ -14,6 +15,7 @@ from deepinfer.controller.core import (
 )
 from deepinfer.controller.core.config import ControllerConfig
 from deepinfer.controller.core.counters import Counters
+from deepinfer.controller.core.draining import DrainLevel
 from deepinfer.controller.core.events import (
     CallKind,
     Drain,
@@ -38,6 +40,7 @@ from deepinfer.controller.core.sequences import COLD
 from deepinfer.controller.core.world import World
 from deepinfer.kvstore.core.messages import (
     Disown,
+    DrainRule,
     GatewayReport,
     Reject,
     ReportReply,
@@ -107,6 +110,7 @@ class ControllerCore:
         disown: tuple[Disown, ...] = ()
         reject: tuple[Reject, ...] = ()
         rule: PrecisionRule | None = None
+        drain: DrainRule | None = None
         if isinstance(report, WorkerReport):
             peer = Peer(PeerKind.WORKER, report.worker, report.incarnation)
             verdict = residents.worker_report(world, report)
@@ -124,8 +128,10 @@ class ControllerCore:
             self._settle()
             gateway = world.gateways[report.gateway]
             disown, reject = tuple(gateway.disown.values()), tuple(gateway.reject.values())
+            drain = draining.rule(world, gateway)
         elif isinstance(report, WorkerReport):
-            rule = precision.rule(world, world.pools.get(report.worker))
+            worker = world.pools.get(report.worker)
+            rule, drain = precision.rule(world, worker), draining.rule(world, worker)
         return Reply(
             peer,
             ReportReply(
@@ -135,6 +141,7 @@ class ControllerCore:
                 disown=disown,
                 reject=reject,
                 precision=rule,
+                drain=drain,
             ),
         )
 
@@ -161,12 +168,8 @@ class ControllerCore:
                     swaps.answered(world, store_id, reply)
             case OrderFailed(_, number):
                 levels.order_failed(world, number)
-            case Drain(worker_id):
-                worker = world.pools.workers.get(worker_id)
-                if worker is not None and worker.alive:
-                    worker.ordered_drain = worker.draining = True
-                    world.pools.touch(worker)
-                    world.dirty_workers[worker_id] = None
+            case Drain():
+                draining.order(world, event)
 
     def _settle(self) -> None:
         """Look at everything the event has touched until nothing is left to look at."""
@@ -194,9 +197,13 @@ class ControllerCore:
     def _look_after(self, worker: Worker) -> None:
         world = self._world
         if worker.draining:
-            swaps.drain(world, worker)
+            draining.empty(world, worker)
         placement.look_after_earmark(world, worker)
         swaps.relieve(world, worker)
+
+    def drain_level(self, name: str) -> DrainLevel | None:
+        """How far a worker or gateway has been emptied; None if none of that name is known."""
+        return draining.level(self._world, name)
 
     def snapshot(self) -> dict[str, object]:
         """Pools, requests, swaps and counters as plain values, for ``status``."""

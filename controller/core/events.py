@@ -81,9 +81,14 @@ class OrderFailed(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """Move everything off the worker and place nothing there, until it restarts."""
+    """Empty a worker or a gateway, and give it nothing new, until it restarts."""
 
-    worker: WorkerId
+    peer: WorkerId | GatewayId
+    grace_ms: int | None = None
+    """After so long a worker gives up those too that have nowhere else to go, and a gateway sends
+    its clients to another one. None: they finish where they are."""
+    life: Incarnation | None = None
+    """Only this life of it; None: whichever is there."""
 
 
 class Tick(NamedTuple):

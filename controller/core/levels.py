@@ -98,6 +98,7 @@ def gateway_report(world: World, report: GatewayReport) -> Verdict:
     elif verdict is not Verdict.APPLY:
         return verdict
     gateway.link.take(report.incarnation, report.number, world.now_ms)
+    gateway.draining, gateway.drained = report.draining, report.drained
     if report.complete:
         listed = {level.seq for level in report.requests}
         for seq in [seq for seq in gateway.seqs if seq not in listed]:
@@ -139,6 +140,8 @@ def lose_gateway(world: World, gateway: Gateway) -> None:
     gateway.seqs.clear()
     gateway.disown.clear()
     gateway.reject.clear()
+    gateway.ordered_drain = gateway.draining = gateway.drained = False
+    gateway.drain_until_ms = None
     gateway.link.lose()
 
 

@@ -124,11 +124,24 @@ class Store:
 class Gateway:
     """One gateway, by id: the sequences it lists, and what it has to be told."""
 
-    __slots__ = ("disown", "id", "link", "reject", "seqs")
+    __slots__ = ("disown", "drain_until_ms", "drained", "draining", "id", "link", "ordered_drain",
+                 "reject", "seqs")  # fmt: skip
 
     def __init__(self, gateway: GatewayId) -> None:
         self.id = gateway
         self.link = Link()
+        self.ordered_drain = False
+        self.drain_until_ms: int | None = None
+        """Then its clients are sent to another gateway; None: never."""
+        self.draining = False
+        """It says that it takes no new requests."""
+        self.drained = False
+        """It says that nothing needs it any more."""
         self.seqs: dict[Seq, None] = {}
         self.disown: dict[Seq, Disown] = {}
         self.reject: dict[Seq, Reject] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether this life has reported."""
+        return self.link.reported

@@ -26,10 +26,11 @@ class Worker:
     """One worker, by id: the levels of its current life, and what is on its way there."""
 
     __slots__ = ("alive", "block_bytes", "block_size", "blocks_free", "blocks_short",
-                 "blocks_total", "cold", "deaf_until_ms", "draining", "earmarks", "full_blocks",
-                 "held", "id", "jobs", "link", "node", "open_posted", "ordered_drain",
-                 "pending", "planes", "precision", "ref", "residents", "room_posted", "room_tried",
-                 "silent", "stalled", "usage", "watch_ms")  # fmt: skip
+                 "blocks_total", "cold", "deaf_until_ms", "drain_until_ms", "draining", "earmarks",
+                 "full_blocks", "held", "id", "jobs", "link", "node", "open_posted",
+                 "ordered_drain", "pending", "planes", "precision", "ref", "residents",
+                 "room_posted", "room_tried", "says_draining", "silent", "stalled", "usage",
+                 "watch_ms")  # fmt: skip
 
     def __init__(self, worker: WorkerId) -> None:
         self.id = worker
@@ -51,7 +52,12 @@ class Worker:
         self.precision: PrecisionLevel | None = None
         """Of nested weights; None: they are not."""
         self.draining = False
+        """Nothing new is placed there, and residents leave."""
         self.ordered_drain = False
+        self.says_draining = False
+        """It refuses whatever new order may still be on its way."""
+        self.drain_until_ms: int | None = None
+        """Then those leave too who could go nowhere else; None: never."""
         self.residents: dict[Seq, ResidentLevel] = {}
         self.usage: tuple[Usage, ...] = ()
         self.pending: dict[Seq, int] = {}
@@ -136,6 +142,7 @@ class Worker:
         self.blocks_short = report.blocks_short
         self.stalled = report.stalled
         self.precision = report.precision
+        self.says_draining = report.draining
         self.draining = report.draining or self.ordered_drain
         self.usage = report.usage
         self.alive = True
@@ -151,7 +158,8 @@ class Worker:
             self.planes.lose()
         self.blocks_free = self.blocks_short = 0
         self.stalled = False
-        self.draining = self.ordered_drain = False
+        self.draining = self.ordered_drain = self.says_draining = False
+        self.drain_until_ms = None
         self.usage = ()
         self.residents.clear()
         self.pending.clear()

@@ -278,19 +278,3 @@ def preempt(world: World, worker: Worker, sequence: Sequence, gain_blocks: int) 
     world.pools.touch(worker)
     world.send(worker.ref, order)
     world.wake(sequence, world.now_ms + world.config.order_timeout_ms)
-
-
-def drain(world: World, worker: Worker) -> None:
-    """Swap out whatever can be, to be resumed elsewhere; what has no KV yet starts elsewhere."""
-    if not worker.alive or not world.ready:
-        return
-    elsewhere = world.pools.roomiest(0, len(world.pools.capacities)) is not None
-    with_kv = {c.seq: c for c in candidates(world, worker)}
-    for seq in list(worker.residents):
-        sequence = world.sequences[seq]
-        candidate = with_kv.get(seq)
-        if candidate is not None and world.config.cpu_offload:
-            if can_swap(world, worker):
-                begin(world, worker, sequence, candidate.gain_blocks)
-        elif elsewhere and movable(worker, sequence):
-            preempt(world, worker, sequence, candidate.gain_blocks if candidate else 0)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.gateway.core.draining import Drain
 from deepinfer.gateway.core.events import Code, Effect, Generate, Resume
 from deepinfer.gateway.core.levels import Levels
 from deepinfer.gateway.core.measures import Measures, by_reason
@@ -25,12 +26,14 @@ class Arrivals:
         table: RequestTable,
         levels: Levels,
         streams: Streams,
+        drain: Drain,
         counters: Counter[str],
         measures: Measures,
         emit: Callable[[Effect], None],
     ) -> None:
         self._gateway = gateway
         self._config = config
+        self._drain = drain
         self._table = table
         self._levels = levels
         self._streams = streams
@@ -42,7 +45,10 @@ class Arrivals:
         """A new request: keep it, or refuse it."""
         record = event.record
         full = self._full(new_request=True, new_stream=True)
-        if full is not None:
+        if self._drain.begun:
+            self._counters[by_reason("requests_refused_total", "draining")] += 1
+            self._streams.refuse(event.stream, Code.UNAVAILABLE, self._going())
+        elif full is not None:
             bound, message = full
             self._counters[by_reason("requests_refused_total", bound)] += 1
             self._streams.refuse(event.stream, Code.RESOURCE_EXHAUSTED, message)
@@ -68,7 +74,10 @@ class Arrivals:
             return "max_streams", f"{streams} streams, max_streams = {config.max_streams}"
         return None
 
-    def resume(self, event: Resume) -> None:
+    def _going(self) -> str:
+        return f"gateway {self._gateway} is being stopped and takes no new requests"
+
+    def resume(self, event: Resume, now_ms: int) -> None:
         """A client comes back: go on with its record here, or take it over from what it says."""
         entry = self._table.get(event.record.request)
         agrees = (
@@ -86,6 +95,8 @@ class Arrivals:
         refusal = resume_refusal(event, entry)
         if refusal is None and full is not None:
             refusal = (Code.UNAVAILABLE, f"gateway {self._gateway} is full: {full[1]}")
+        if self._drain.over(now_ms) or (entry is None and not self._drain.takes_over()):
+            refusal = (Code.UNAVAILABLE, self._going())
         if refusal is not None:
             self._counters["resumes_refused_total"] += 1
             self._streams.refuse(event.stream, *refusal)

@@ -9,9 +9,11 @@ that says so was answered (aborted, past its deadline, or left by its client).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from deepinfer.gateway.core.arrivals import Arrivals
 from deepinfer.gateway.core.config import GatewayConfig
+from deepinfer.gateway.core.draining import Drain
 from deepinfer.gateway.core.events import (
     AbortRequest,
     Code,
@@ -82,6 +84,7 @@ class GatewayCore:
         self._levels = Levels(self._table, gateway, incarnation, config, now_ms=now_ms)
         self._effects: list[Effect] = []
         self._streams = Streams(config, self._effects.append)
+        self._drain = Drain()
         self._runs = Runs(
             config, self._table, self._levels, self.counters, self._effects.append, now_ms=now_ms
         )
@@ -91,6 +94,7 @@ class GatewayCore:
             self._table,
             self._levels,
             self._streams,
+            self._drain,
             self.counters,
             self.measures,
             self._effects.append,
@@ -116,7 +120,7 @@ class GatewayCore:
             case Generate():
                 self._arrivals.generate(event, now_ms)
             case Resume():
-                self._arrivals.resume(event)
+                self._arrivals.resume(event, now_ms)
             case StreamClosed(stream):
                 self._closed(stream, now_ms)
             case AbortRequest():
@@ -131,6 +135,8 @@ class GatewayCore:
                 self._tick(now_ms)
         report = self._levels.next_report(now_ms)
         if report is not None:
+            if self._drain.begun:
+                report = replace(report, draining=True, drained=self._drained(now_ms))
             self._effects.append(Report(report))
         effects = self._effects.copy()
         self._effects.clear()
@@ -282,12 +288,29 @@ class GatewayCore:
                     self._runs.drop(choice)
             self._forget(entry)  # a client that comes back after all takes its request over anew
         self._forget_all(self._table.expired_finished(now_ms))
+        if self._drain.over(now_ms):
+            self._send_away(now_ms)
+
+    def _send_away(self, now_ms: int) -> None:
+        """End every stream that is left: its client goes on at another gateway."""
+        for entry in self._streams.entries():
+            self.counters["streams_sent_away_total"] += 1
+            message = f"gateway {self.gateway} is being stopped: resume at another one"
+            self._streams.close(entry, Code.UNAVAILABLE, message)
+            self._forget_all(self._table.stream_lost(entry, now_ms))
+
+    def _drained(self, now_ms: int) -> bool:
+        """Whether this life may end: no client waits here, nor will one come back here."""
+        nobody_waits = not self._table.live or self._drain.over(now_ms)
+        return self._drain.begun and nobody_waits and not len(self._streams)
 
     # ---- the controller -------------------------------------------------------------------
 
     def _report_answered(self, reply: ReportReply, now_ms: int) -> None:
         if not self._levels.answered(reply):
             return
+        if reply.drain is not None:
+            self._drain.ordered(reply.drain, now_ms)
         for disown in reply.disown:
             self._disown(disown, now_ms)
         for reject in reply.reject:
@@ -327,6 +350,11 @@ class GatewayCore:
     # ---- looking in -----------------------------------------------------------------------
 
     @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because this gateway is to be stopped."""
+        return self._drain.begun
+
+    @property
     def live_requests(self) -> int:
         """Requests that have not ended."""
         return self._table.live
@@ -343,6 +371,7 @@ class GatewayCore:
             "kept_requests": len(self._table),
             "streams": len(self._streams),
             "max_streams": self.config.max_streams,
+            "draining": self._drain.begun,
         }
 
     def check(self) -> None:

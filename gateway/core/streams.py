@@ -123,6 +123,10 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
+    def entries(self) -> list[Entry]:
+        """The records of all open streams."""
+        return [stream.entry for stream in self._streams.values()]
+
     def open(
         self,
         stream_id: StreamId,

@@ -199,6 +199,10 @@ class GatewayReport:
     epoch_seen: int
     requests: tuple[RequestLevel, ...]
     gone: tuple[Seq, ...]
+    draining: bool = False
+    """It takes no new requests, until it restarts."""
+    drained: bool = False
+    """And nothing here needs it any more: it may be stopped."""
 
 
 class Disown(NamedTuple):
@@ -232,6 +236,14 @@ class Reject(NamedTuple):
     why: RejectReason = RejectReason.TOO_LARGE
 
 
+class DrainRule(NamedTuple):
+    """To a worker or gateway that is to be emptied: take nothing new, until it restarts."""
+
+    left_ms: int | None
+    """To a gateway: clients that have not got their answer by then are sent to another one; None:
+    none is, for they could go nowhere else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportReply:
     """The controller's answer to any report."""
@@ -246,6 +258,8 @@ class ReportReply:
     """To gateways only; repeated likewise."""
     precision: PrecisionRule | None = None
     """To workers only."""
+    drain: DrainRule | None = None
+    """To workers and gateways that are to be emptied; repeated until they restart."""
 
 
 # ---- controller -> worker ------------------------------------------------------------------
@@ -520,9 +534,9 @@ ToClient = Accepted | PromptDelta | Delta | Notice | Finished
 
 __all__ = [
     "Accepted", "Ack", "Admit", "Attach", "AttachRefused", "Attached", "Cancel", "Delta",
-    "Departed", "Departure", "Disown", "Drop", "Finished", "GatewayReport", "Notice", "NoticeKind",
-    "Order", "Preempt", "Prefetch", "PromptDelta", "Reject", "RejectReason", "Release",
-    "ReportReply", "RequestLevel", "Reserve", "ResidentLevel", "Scores", "StoreReply",
+    "Departed", "Departure", "Disown", "DrainRule", "Drop", "Finished", "GatewayReport", "Notice",
+    "NoticeKind", "Order", "Preempt", "Prefetch", "PromptDelta", "Reject", "RejectReason",
+    "Release", "ReportReply", "RequestLevel", "Reserve", "ResidentLevel", "Scores", "StoreReply",
     "StoreReport", "StoreStatus", "StreamId", "SwapIn", "SwapOut", "TicketLevel", "TicketState",
     "ToClient", "ToGateway", "ToWorker", "Tokens", "Usage", "WorkerReport",
 ]  # fmt: skip

@@ -163,8 +163,12 @@ class Cluster:
         self.core = ControllerCore(self.core.epoch + 1, self.config)
         self.start()
 
-    def drain(self, worker: str) -> None:
-        self.tell(Drain(WorkerId(worker)))
+    def drain(self, peer: str, grace_ms: int | None = None) -> None:
+        self.tell(Drain(WorkerId(peer), grace_ms))
+
+    def drained(self, peer: str) -> bool:
+        level = self.core.drain_level(peer)
+        return level is not None and level.drained
 
     def lose_gateway(self, name: str) -> None:
         gateway = self.gateways.pop(GatewayId(name))

@@ -162,6 +162,7 @@ class FakeWorker:
         """How long a copy takes."""
         self.swaps_due: dict[Seq, int] = {}
         self.breaks_swaps = False
+        self.draining = False
 
     @property
     def ref(self) -> WorkerRef:
@@ -213,7 +214,7 @@ class FakeWorker:
         blocks = -(-tokens // BLOCK_SIZE)
         if -(-(record.prompt + record.max_tokens) // BLOCK_SIZE) > self.blocks_total:
             self._say(Departed(order.seq, order.run, Departure.TOO_LARGE, None, blocks, 0))
-        elif blocks > self.blocks_free:
+        elif self.draining or blocks > self.blocks_free:
             self._say(Departed(order.seq, order.run, Departure.REFUSED, None, blocks, 0))
         else:
             self.runs[order.seq] = run = FakeRun(
@@ -304,7 +305,7 @@ class FakeWorker:
             blocks_free=self.blocks_free,
             blocks_short=self.short,
             stalled=not self.progressed,
-            draining=False,
+            draining=self.draining,
             residents=tuple(
                 ResidentLevel(name, r.run, r.state, r.ticket, r.swap_failures, r.gateway)
                 for name, r in self.runs.items()
@@ -317,6 +318,7 @@ class FakeWorker:
         )
 
     def answered(self, reply: ReportReply) -> None:
+        self.draining = self.draining or reply.drain is not None
         if not reply.resync:
             for key in self.said.pop(reply.number, []):
                 self.departed.pop(key, None)
@@ -330,6 +332,7 @@ class FakeWorker:
         self.highest.clear()
         self.number = self.epoch_seen = 0
         self.progressed, self.short, self.alive = True, 0, True
+        self.draining = False
 
 
 @dataclass
@@ -357,6 +360,7 @@ class FakeGateway:
     disowned: list[Seq] = field(default_factory=list)
     number: int = 0
     alive: bool = True
+    draining: bool = False
 
     def finish(self, name: Seq) -> None:
         del self.requests[name]
@@ -378,9 +382,12 @@ class FakeGateway:
                 for name, r in self.requests.items()
             ),
             gone=(),
+            draining=self.draining,
+            drained=self.draining and not self.requests,
         )  # fmt: skip
 
     def answered(self, reply: ReportReply) -> None:
+        self.draining = self.draining or reply.drain is not None
         for disown in reply.disown:
             record = self.requests.get(disown.seq)
             if record is not None and record.claim < disown.claim:

@@ -82,7 +82,7 @@ def test_settings_that_are_named_exist() -> None:
     """`--flag` and `key` in the documents for operators."""
     names = [name.replace("_", "-") for name in ClusterConfig.model_fields]
     flags = {prefix + name for name in names for prefix in ("--", "--no-")}
-    others = {"--config", "--endpoint", "--json", "--once", "--interval", "--events", "--grace-s"}
+    others = {"--config", "--endpoint", "--json", "--once", "--interval", "--events"}
     others |= {"--connect-timeout", "--install-completion", "--show-completion", "--down"}
     others |= {"--index-url"}  # pip's
     for name in ("operating.md", "sizing.md", "troubleshooting.md"):

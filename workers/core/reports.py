@@ -50,6 +50,8 @@ class Reporter:
             return
         if reply.precision is not None:
             self._roster.rule, self._roster.ruled_ms = reply.precision, now_ms
+        if reply.drain is not None and not self._orders.draining:
+            self._orders.drain()
         if reply.resync:
             self._complete_due = True
             return
