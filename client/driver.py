@@ -361,6 +361,7 @@ class Driver:
                 completion_tokens=len(so_far.token_ids),
                 mixed_tokens=complete.tokens_mixed,
                 fp8_tokens=complete.tokens_fp8,
+                w8a8_tokens=complete.tokens_w8a8,
             ),
             swaps=wire.swaps_from(complete.swap_stats),
             timings=self._timings(
@@ -390,6 +391,7 @@ class Driver:
                         completion_tokens=len(so_far.token_ids),
                         mixed_tokens=precisions[index].count(Precision.MIXED),
                         fp8_tokens=precisions[index].count(Precision.FP8),
+                        w8a8_tokens=precisions[index].count(Precision.W8A8),
                     ),
                     swaps=results.SwapStats(),
                     timings=self._timings(so_far, now_s),

@@ -146,8 +146,8 @@ def _precision_from(said: control_pb2.PrecisionLevel) -> PrecisionLevel:
         said.ratio,
         said.remark,
         said.switches,
-        (said.tokens_fp16, said.tokens_mixed, said.tokens_fp8),
-        (said.ms_fp16, said.ms_mixed, said.ms_fp8),
+        (said.tokens_fp16, said.tokens_mixed, said.tokens_fp8, said.tokens_w8a8),
+        (said.ms_fp16, said.ms_mixed, said.ms_fp8, said.ms_w8a8),
     )
 
 

@@ -120,6 +120,13 @@ def up(
     precision_levels: Annotated[
         int | None, typer.Option(help="Levels of nested weights from FP16 to FP8, 2 to 6.")
     ] = None,
+    fp8_products: Annotated[
+        str | None,
+        typer.Option(
+            help="w8a16 or w8a8: activations of large FP8 steps are in FP8 too.",
+            autocompletion=one_of("w8a16", "w8a8"),
+        ),
+    ] = None,
     shed: Annotated[
         bool | None,
         typer.Option("--shed/--no-shed", help="Lower planes of nested weights make way for KV."),
@@ -136,19 +143,19 @@ def up(
         int | None,
         typer.Option(help="Longest that an exact request waits for lower planes to return."),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
-    max_cache: Annotated[
-        str | None, typer.Option(help='KV pool of a worker: "512MiB", "3 blocks" or auto.')
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of a card that its workers fill.")
-    ] = None,
     deterministic: Annotated[
         bool | None,
         typer.Option(
             "--deterministic/--no-deterministic",
             help="A request's tokens depend on the request alone.",
         ),
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
+    max_cache: Annotated[
+        str | None, typer.Option(help='KV pool of a worker: "512MiB", "3 blocks" or auto.')
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a card that its workers fill.")
     ] = None,
     gpu_probe: Annotated[
         bool | None,
@@ -384,6 +391,9 @@ def demo(
     device: Annotated[
         str, typer.Option(help="cpu, cuda or auto.", autocompletion=one_of("cpu", "cuda", "auto"))
     ] = "cpu",
+    deterministic: Annotated[
+        bool, typer.Option(help="Tokens depend on the request alone, on a card too.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(help="Also write the table as JSON to this file.", callback=result_file),
@@ -391,9 +401,6 @@ def demo(
 ) -> None:
     """Local cluster, real model, pools too small on purpose: watch requests swap out and back."""
     with plain_errors():
-    deterministic: Annotated[
-        bool, typer.Option(help="Tokens depend on the request alone, on a card too.")
-    ] = False,
         from deepinfer.deploy.demo import run_demo
 
         ok = run_demo(
@@ -401,6 +408,7 @@ def demo(
             max_tokens=max_tokens,
             kv_cache_dtype=kv_cache_dtype,
             device=device,
+            deterministic=deterministic,
             output=output,
             console=out,
         )
@@ -408,7 +416,6 @@ def demo(
 
 
 @app.command()
-            deterministic=deterministic,
 def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 1000,
     start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,

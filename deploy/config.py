@@ -90,6 +90,11 @@ class ClusterConfig(BaseModel):
         le=LEVELS_MAX,
         description="Levels from FP16 to FP8; between them some layers are in FP8.",
     )
+    fp8_products: Literal["w8a16", "w8a8"] = Field(
+        default="w8a16",
+        description="w8a8: steps in FP8 of more than 128 tokens have activations in FP8 too; cards "
+        "need compute capability 9.0.",
+    )
     shed: bool = Field(
         default=True,
         description="Under KV pressure the lower planes of nested weights leave the card for KV "
@@ -107,16 +112,16 @@ class ClusterConfig(BaseModel):
         le=3_600_000,
         description="Longest that an exact request waits for lower planes to return.",
     )
-    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
-    max_cache: str = Field(
-        default="auto",
-        description='KV pool of a worker: "512MiB", "3 blocks", or auto: what fits on its card '
-        f"({AUTO_CPU_CACHE} on a CPU).",
     deterministic: bool = Field(
         default=False,
         description="A request's tokens depend on the request alone, not on its batch, swaps, "
         "moves and recomputes; slower on a card.",
     )
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
+    max_cache: str = Field(
+        default="auto",
+        description='KV pool of a worker: "512MiB", "3 blocks", or auto: what fits on its card '
+        f"({AUTO_CPU_CACHE} on a CPU).",
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
@@ -293,14 +298,14 @@ class ClusterConfig(BaseModel):
         return self.shed and (device == "cuda" or "shed" in self.model_fields_set)
 
     @property
-    def precision_given(self) -> tuple[str, ...]:
-        """The settings that were given and concern nested weights only."""
-        return tuple(name for name in NESTED_ONLY if name in self.model_fields_set)
-
-    @property
     def policy(self) -> str:
         """The precision policy: that of ``precision``, where it may switch."""
         return "fp16" if self.deterministic and not self.start_shed else self.precision
+
+    @property
+    def precision_given(self) -> tuple[str, ...]:
+        """The settings that were given and concern nested weights only."""
+        return tuple(name for name in NESTED_ONLY if name in self.model_fields_set)
 
     @property
     def metrics_fixed_port(self) -> int | None:

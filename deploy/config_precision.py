@@ -13,6 +13,7 @@ _POLICIES: Final = {
     "tpot_target_ms": ("slo",),
     "precision_dwell_ms": ("slo",),
     "precision_levels": ("fp8", "threshold", "slo"),
+    "fp8_products": ("fp8", "threshold", "slo"),
 }
 """The policies that a parameter has a meaning for."""
 
@@ -29,9 +30,9 @@ NESTED_ONLY: Final = (
 
 def check_precision_fields(config: ClusterConfig) -> None:
     """Raise ValueError naming what contradicts another setting of nested weights."""
-    for name, policies in _POLICIES.items():
     if config.deterministic:
         _check_deterministic(config)
+    for name, policies in _POLICIES.items():
         if name in config.model_fields_set and config.policy not in policies:
             other = f"precision = {config.precision!r}"
             raise ValueError(
@@ -41,7 +42,6 @@ def check_precision_fields(config: ClusterConfig) -> None:
     _check_shedding(config)
 
 
-def _check_shedding(config: ClusterConfig) -> None:
 def _check_deterministic(config: ClusterConfig) -> None:
     """Weights must be read at one level only, whatever the load, and whoever shares the step."""
     given = config.model_fields_set
@@ -63,6 +63,7 @@ def _shown(value: float | str) -> str:
     return repr(value) if isinstance(value, str) else f"{value:g}"
 
 
+def _check_shedding(config: ClusterConfig) -> None:
     given = config.model_fields_set
 
     def refuse(name: str, other: str) -> None:

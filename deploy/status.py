@@ -79,7 +79,9 @@ def render_status(document: dict[str, Any]) -> Group:
     shown = [workers, stores, requests, swap]
     nested = {n: w["precision"] for n, w in document["workers"].items() if w.get("precision")}
     if nested:
-        modes = Table("weights", "mode", "tokens fp16", "mixed", "fp8", "switches", "remark")
+        modes = Table(
+            "weights", "mode", "tokens fp16", "mixed", "fp8", "w8a8", "switches", "remark"
+        )
         for name, precision in sorted(nested.items()):
             tokens = (f"{count:,}" for count in precision["tokens"])
             remark = precision["remark"]

@@ -180,9 +180,13 @@ def finished_to(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
-        tokens_fp16=usage.completion_tokens - usage.tokens_mixed - usage.tokens_fp8,
+        tokens_fp16=usage.completion_tokens
+        - usage.tokens_mixed
+        - usage.tokens_fp8
+        - usage.tokens_w8a8,
         tokens_mixed=usage.tokens_mixed,
         tokens_fp8=usage.tokens_fp8,
+        tokens_w8a8=usage.tokens_w8a8,
         index=finished.choice,
         text=text,
         message=finished.message,

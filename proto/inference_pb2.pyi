@@ -252,7 +252,7 @@ class SwapStats(_message.Message):
     def __init__(self, swaps: _Optional[int] = ..., resumes: _Optional[int] = ..., recomputes: _Optional[int] = ..., failed: _Optional[int] = ..., offload_bytes: _Optional[int] = ..., offload_us: _Optional[int] = ..., reload_us: _Optional[int] = ..., stall_us: _Optional[int] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us", "cached_tokens", "tokens_fp16", "tokens_mixed", "tokens_fp8", "error_code")
+    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "index", "text", "message", "matched_token_id", "matched_stop_str", "swap_stats", "ttft_us", "tpot_us", "cached_tokens", "tokens_fp16", "tokens_mixed", "tokens_fp8", "tokens_w8a8", "error_code")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,7 @@ class GenerateComplete(_message.Message):
     TOKENS_FP16_FIELD_NUMBER: _ClassVar[int]
     TOKENS_MIXED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FP8_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_W8A8_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     prompt_tokens: int
@@ -284,8 +285,9 @@ class GenerateComplete(_message.Message):
     tokens_fp16: int
     tokens_mixed: int
     tokens_fp8: int
+    tokens_w8a8: int
     error_code: str
-    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., tokens_fp16: _Optional[int] = ..., tokens_mixed: _Optional[int] = ..., tokens_fp8: _Optional[int] = ..., error_code: _Optional[str] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., message: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., swap_stats: _Optional[_Union[SwapStats, _Mapping]] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., tokens_fp16: _Optional[int] = ..., tokens_mixed: _Optional[int] = ..., tokens_fp8: _Optional[int] = ..., tokens_w8a8: _Optional[int] = ..., error_code: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("accepted", "chunk", "notice", "complete", "prompt")

@@ -23,7 +23,7 @@ from deepinfer.kvstore.core.precision import LEVELS_MAX
 from deepinfer.proto.failpoints import Failpoints
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.gpu.settings import GpuSettings
-from deepinfer.workers.model.levels import WEIGHTS
+from deepinfer.workers.model.levels import FP8_PRODUCTS, WEIGHTS
 from deepinfer.workers.quality_settings import QualitySettings
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class WorkerSettings:
     """All that one worker process is told; picklable.
 
     Raises:
-        ValueError: worker, node or token is empty, threads is below 1, unknown weights, a number
-            of levels that there cannot be, or both shed and start_shed.
+        ValueError: worker, node or token is empty, threads is below 1, unknown weights or
+            products, a number of levels that there cannot be, or both shed and start_shed.
     """
 
     worker: str
@@ -64,6 +64,8 @@ class WorkerSettings:
     """``nested``: those of a plain checkpoint are nested; a nested one is so either way."""
     precision_levels: int = 2
     """Levels of a nested model: FP16, FP8, and those between them."""
+    fp8_products: str = "w8a16"
+    """``w8a8``: large steps of a nested model in FP8 have their activations in FP8 too."""
     shed: bool = False
     """The lower planes of a nested model may leave the device for KV blocks, and come back."""
     shed_head: bool = False
@@ -88,6 +90,9 @@ class WorkerSettings:
             raise ValueError(f"threads = {self.threads}: must be 1 or more")
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights = {self.weights!r}: must be {' or '.join(WEIGHTS)}")
+        if self.fp8_products not in FP8_PRODUCTS:
+            allowed = " or ".join(FP8_PRODUCTS)
+            raise ValueError(f"fp8_products = {self.fp8_products!r}: must be {allowed}")
         if not 1 <= self.precision_levels <= LEVELS_MAX:
             raise ValueError(
                 f"precision_levels = {self.precision_levels}: must be 1 to {LEVELS_MAX}"

@@ -25,6 +25,7 @@ from deepinfer.workers.gpu.settings import NestedSettings
 from deepinfer.workers.links import GatewayLinks, ReportLink
 from deepinfer.workers.model.costs import measure_costs
 from deepinfer.workers.model.decoder import Decoder, kv_layout
+from deepinfer.workers.model.levels import W8A8_ROWS
 from deepinfer.workers.model.load import load_model
 from deepinfer.workers.model.runner import ModelRunner
 from deepinfer.workers.model.weights import LoadedModel, Progress
@@ -90,6 +91,7 @@ def open_device(
         if model.nested:
             nested = NestedSettings(
                 levels=settings.precision_levels,
+                w8a8=settings.fp8_products == "w8a8",
                 shed=settings.shed,
                 shed_head=settings.shed_head,
                 start_shed=settings.start_shed,
@@ -114,7 +116,13 @@ def open_device(
         )
     backend = CpuBackend(threads=settings.threads, deterministic=settings.deterministic)
     upper_only = settings.start_shed and model.nested
-    decoder = Decoder(model, backend, settings.precision_levels, upper_only=upper_only)
+    decoder = Decoder(
+        model,
+        backend,
+        settings.precision_levels,
+        upper_only=upper_only,
+        w8a8_rows=W8A8_ROWS if settings.fp8_products == "w8a8" else 0,
+    )
     if settle is not None:
         verdict = settle(CpuTrial(decoder, backend, config.block_size))
     verdict = verdict or Verdict()
@@ -143,6 +151,11 @@ def open_device(
     identity = _identity(loaded, verdict)
     said = (UPPER_ONLY,) if upper_only else note(engine.levels, engine.costs)
     notes = (*said, *verdict.notes)
+    if settings.deterministic:
+        notes += (
+            f"deterministic: {backend.compared} shapes of products compared bit by bit, rows "
+            f"padded to {backend.row_multiple}",
+        )
     return Device(engine, pool, blocks, identity, notes, verdict.gauges, planes)
 
 
@@ -151,11 +164,6 @@ def _identity(model: LoadedModel, verdict: Verdict) -> KvIdentity:
     return KvIdentity(model=model.fingerprint, key_scales="" if scales is None else scales.digest)
 
 
-    if settings.deterministic:
-        notes += (
-            f"deterministic: {backend.compared} shapes of products compared bit by bit, rows "
-            f"padded to {backend.row_multiple}",
-        )
 def assemble(
     settings: WorkerSettings,
     incarnation: Incarnation,
@@ -178,6 +186,7 @@ def assemble(
         blocks_total=device.blocks,
         levels=device.engine.levels,
         costs=device.engine.costs,
+        w8a8_rows=device.engine.w8a8_rows,
         tail_blocks=0 if device.planes is None else device.planes.tail_blocks,
         return_ms=0 if device.planes is None else device.planes.return_ms,
         start_shed=settings.start_shed and device.engine.levels > 1,

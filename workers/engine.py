@@ -48,6 +48,10 @@ class Runner(Protocol):
     def costs(self) -> tuple[StepCost, ...]:
         """What steps take at each level; () if that was not measured."""
 
+    @property
+    def w8a8_rows(self) -> int:
+        """Steps of so many rows may be at the level ``levels``, W8A8; 0: none."""
+
     def forward(
         self, slices: Sequence[SequenceSlice], level: int = 0, next_level: int | None = None
     ) -> torch.Tensor: ...
@@ -76,6 +80,11 @@ class Engine:
     def costs(self) -> tuple[StepCost, ...]:
         """What steps take at each level; () if that was not measured."""
         return self._runner.costs
+
+    @property
+    def w8a8_rows(self) -> int:
+        """Steps of so many rows may be W8A8; 0: none."""
+        return self._runner.w8a8_rows
 
     @property
     def kv_saturations(self) -> int:

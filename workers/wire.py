@@ -252,8 +252,8 @@ def _departed_to(departed: Departed) -> control_pb2.Departed:
 
 
 def _precision_to(said: PrecisionLevel) -> control_pb2.PrecisionLevel:
-    tokens_fp16, tokens_mixed, tokens_fp8 = said.tokens
-    ms_fp16, ms_mixed, ms_fp8 = said.ms
+    tokens_fp16, tokens_mixed, tokens_fp8, tokens_w8a8 = said.tokens
+    ms_fp16, ms_mixed, ms_fp8, ms_w8a8 = said.ms
     return control_pb2.PrecisionLevel(
         level=said.level,
         levels=said.levels,
@@ -263,9 +263,11 @@ def _precision_to(said: PrecisionLevel) -> control_pb2.PrecisionLevel:
         tokens_fp16=tokens_fp16,
         tokens_mixed=tokens_mixed,
         tokens_fp8=tokens_fp8,
+        tokens_w8a8=tokens_w8a8,
         ms_fp16=ms_fp16,
         ms_mixed=ms_mixed,
         ms_fp8=ms_fp8,
+        ms_w8a8=ms_w8a8,
     )
 
 

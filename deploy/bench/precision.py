@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from deepinfer.workers.model.runner import Levels
     from deepinfer.workers.model.weights import LoadedModel
 
-WEIGHTS: Final = ("fp16", "nested fp8", "nested mixed", "w4a16", "channel fp8")
+WEIGHTS: Final = ("fp16", "nested fp8", "nested w8a8", "nested mixed", "w4a16", "channel fp8")
 REFERENCE: Final = ("fp16", "fp16")
 STEP_TOKENS: Final = 32
 """Tokens of the text that a step computes: short, so that mixed mode mixes within a window."""
@@ -83,6 +83,10 @@ class MixedLevels:
     def fp8_head(self, level: int) -> bool:
         """Whether the head of the step that was drawn last is in FP8."""
         return self._levels.fp8_head(self._drawn)
+
+    def w8a8(self, level: int) -> bool:
+        """No step's activations are in FP8."""
+        return False
 
 
 def run_precision(
@@ -236,10 +240,12 @@ def _measure(path: Path, plan: Plan, seed: int, text: str, steps: Steps) -> dict
     levels = decoder.levels
     none = FixedLevel(layers, frozenset())
     whole = FixedLevel(layers, frozenset(range(layers)), head=True)
+    w8a8 = replace(whole, activations=True)
     bench.refer_to(decoder, none)
     results = {
         "fp16": bench.beside("FP16", decoder, lambda: none),
         "nested fp8": bench.beside("nested FP8", decoder, lambda: whole),
+        "nested w8a8": bench.beside("nested W8A8", decoder, lambda: w8a8),
         "nested mixed": bench.beside("nested mixed", decoder, lambda: MixedLevels(levels, seed)),
     }
     sensitivity = _sensitivity(decoder, bench, short)

@@ -18,12 +18,17 @@ _PACKAGES = ("deepinfer-cluster", "torch", "ray", "grpcio", "protobuf", "numpy",
 def provenance(command: str) -> dict[str, Any]:
     """The command, versions, device and date (UTC) of a measurement made now on this machine."""
     return {
-        "command": command,
+        "command": without_folders(command),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "versions": {"python": platform.python_version()} | _versions(),
     }
+
+
+def without_folders(command: str) -> str:
+    """A command whose absolute paths are their last parts: where files lie is this machine's."""
+    return re.sub(r"(?<![^\s=])~?/(?:[^\s/]+/)*([^\s/]+)/?(?=\s|$)", r"\1", command)
 
 
 def write_result(path: Path, command: str, figures: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ class FixedLevel:
     layers: int
     fp8: frozenset[int]
     head: bool = False
+    activations: bool = False
     count: int = 1
 
     def fp8_layers(self, level: int) -> tuple[bool, ...]:
@@ -32,6 +33,10 @@ class FixedLevel:
     def fp8_head(self, level: int) -> bool:
         """Whether the head is in FP8 too."""
         return self.head
+
+    def w8a8(self, level: int) -> bool:
+        """Whether activations are in FP8 too."""
+        return self.activations
 
 
 @dataclass(frozen=True, slots=True)

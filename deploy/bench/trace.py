@@ -129,8 +129,10 @@ def parse_rates(text: str | None) -> tuple[float, ...]:
 
 
 def run_trace(plan: Plan, *, output: Path, console: Console) -> bool:
-    """Replay, and write ``trace_<where>.json`` and ``.png`` (``trace_simulate_1000`` for as many
-    workers).
+    """Replay, and write ``trace_<where>.json`` and ``.png``.
+
+    For Mooncake's traces that is ``trace_<where>_mooncake``, for 1,000 workers
+    ``trace_<where>_1000``.
 
     Returns whether requests were served without errors; the verdict on ``slo`` is in the result.
 
@@ -147,7 +149,8 @@ def run_trace(plan: Plan, *, output: Path, console: Console) -> bool:
             found, rates = measure(plan, place, arrivals, text, steps)
     finally:
         place.close()
-    stem = f"trace_{plan.where}" + (f"_{plan.workers}" if plan.workers > 1 else "")
+    kind = "_mooncake" if arrivals[0].hash_ids else ""
+    stem = f"trace_{plan.where}{kind}" + (f"_{plan.workers}" if plan.workers > 1 else "")
     write_result(output / f"{stem}.json", plan.command(rates), found)
     trace_report.draw(found, output / f"{stem}.png", console)
     for shown in trace_report.tables(found):

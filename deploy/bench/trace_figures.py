@@ -62,8 +62,8 @@ def cell(replayed: Replayed, alone: Alone) -> dict[str, Any]:
             name: attainment(served, factor * alone.ttft_ms, factor * alone.tpot_ms)
             for name, factor in MULTIPLES.items()
         },
-        "share_of_time": _shares(in_fp16, us - in_fp16 - in_fp8, in_fp8),
-        "share_of_tokens": _shares(*(replayed.tokens[p] for p in Precision)),
+        "share_of_time": _shares({"fp16": in_fp16, "mixed": us - in_fp16 - in_fp8, "fp8": in_fp8}),
+        "share_of_tokens": _shares({p.value: replayed.tokens[p] for p in Precision}),
         "switches": replayed.switches,
         "swaps": replayed.swaps,
         "cached_prompt_tokens": replayed.cached_tokens,
@@ -104,8 +104,9 @@ def verdict(rates: Sequence[Mapping[str, Any]], level: str) -> dict[str, Any] | 
     """What slo does for attainment (both targets) at ``level``, rate by rate; None: not all of
     the policies were run.
 
-    ``holds``: at rates where FP8 gains ``GAIN`` over FP16, slo keeps ``KEEP`` of it; elsewhere it
-    is at most ``NEAR`` below FP16; and it is nowhere below threshold. Of means over seeds.
+    ``holds``: at rates where FP8 gains ``GAIN`` over FP16, slo keeps ``KEEP`` of it, and no other
+    policy that does computes a smaller share of tokens in FP8 (``least_share``); elsewhere it is
+    at most ``NEAR`` below FP16; and it is nowhere below threshold. Of means over seeds.
     """
     key = f"attainment_{level}_both"
     found = []
@@ -117,6 +118,13 @@ def verdict(rates: Sequence[Mapping[str, Any]], level: str) -> dict[str, Any] | 
         gain, kept = means["fp8"] - means["fp16"], means["slo"] - means["fp16"]
         helps = gain >= GAIN
         above = means["slo"] - means["threshold"]
+        shares = {name: policies[name]["fp8_share_of_tokens"]["mean"] for name in policies}
+        rivals = [
+            name
+            for name in policies
+            if name != "slo" and helps and means[name] - means["fp16"] >= KEEP * gain
+        ]
+        least = all(shares["slo"] <= shares[name] for name in rivals)
         found.append(
             {
                 "rate": one["rate"],
@@ -126,8 +134,11 @@ def verdict(rates: Sequence[Mapping[str, Any]], level: str) -> dict[str, Any] | 
                 "slo_over_threshold": above,
                 "slo_over_threshold_of_seeds": _over(_paired(policies, key, "threshold")),
                 "slo_gain_of_seeds": _over(_paired(policies, key, "fp16")),
-                "fp8_share_of_tokens": policies["slo"]["fp8_share_of_tokens"]["mean"],
-                "holds": (kept >= KEEP * gain if helps else kept >= -NEAR) and above >= 0,
+                "fp8_share_of_tokens": shares["slo"],
+                "fp8_share_of_seeds": policies["slo"]["fp8_share_of_tokens"],
+                "shares_of_others_that_keep_it": {name: shares[name] for name in rivals},
+                "least_share": least if helps else None,
+                "holds": (kept >= KEEP * gain and least if helps else kept >= -NEAR) and above >= 0,
             }
         )
     return {
@@ -149,9 +160,9 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"mean": _mean(values)} | {name: percentile(values, q) for name, q in named.items()}
 
 
-def _shares(fp16: float, mixed: float, fp8: float) -> dict[str, float]:
-    total = (fp16 + mixed + fp8) or 1
-    return {"fp16": fp16 / total, "mixed": mixed / total, "fp8": fp8 / total}
+def _shares(counts: Mapping[str, float]) -> dict[str, float]:
+    total = sum(counts.values()) or 1
+    return {name: count / total for name, count in counts.items()}
 
 
 def _over(values: Sequence[float]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def judgement(found: dict[str, Any]) -> str:
         kept = [one for one in said["rates"] if one["kept"] is not None]
         parts = [
             f"{one['rate']:g}/s keeps {100 * one['kept']:.0f}% of {100 * one['fp8_gain']:.1f} "
-            f"points with {100 * one['fp8_share_of_tokens']:.0f}% FP8 tokens"
+            f"points with {_share(one)} FP8 tokens{_beside(one)}"
             for one in kept
         ]
         others = [one["slo_gain"] for one in said["rates"] if one["kept"] is None]
@@ -67,8 +67,25 @@ def judgement(found: dict[str, Any]) -> str:
         holds = "holds" if said["holds"] else "DOES NOT HOLD"
         lines.append(f"{level} targets: slo {holds}: " + "; ".join(parts))
     wanted = f"{100 * KEEP:.0f}% of gains of {100 * GAIN:.0f} points or more"
-    lines.append(f"(wanted: {wanted}, elsewhere at most {100 * NEAR:.0f} below FP16)")
+    lines.append(
+        f"(wanted: {wanted}, with the least share of FP8 tokens of all policies that keep as much; "
+        f"elsewhere at most {100 * NEAR:.0f} below FP16; never below threshold)"
+    )
     return "\n".join(lines)
+
+
+def _share(one: dict[str, Any]) -> str:
+    """Of tokens that slo computes in FP8 at a rate, with the least and the most of seeds."""
+    over = one["fp8_share_of_seeds"]
+    return f"{100 * over['mean']:.0f}% ({100 * over['min']:.0f}-{100 * over['max']:.0f})"
+
+
+def _beside(one: dict[str, Any]) -> str:
+    """The shares of the policies that keep as much."""
+    others = one["shares_of_others_that_keep_it"].items()
+    shown = ", ".join(f"{name} {100 * share:.0f}%" for name, share in others)
+    least = ", the least share" if one["least_share"] else ", NOT THE LEAST SHARE"
+    return least + (f" (of {shown})" if shown else "")
 
 
 def draw(found: dict[str, Any], path: Path, console: Console) -> None:

@@ -198,11 +198,17 @@ class History:
         usage = told.usage
         if usage is None:
             return
-        found = usage.completion_tokens, usage.tokens_mixed, usage.tokens_fp8
-        count = told.precisions.count
-        if found != (len(told.tokens), count(Precision.MIXED), count(Precision.FP8)):
+        reduced = Precision.MIXED, Precision.FP8, Precision.W8A8
+        found = (
+            usage.completion_tokens,
+            usage.tokens_mixed,
+            usage.tokens_fp8,
+            usage.tokens_w8a8,
+        )
+        if found != (len(told.tokens), *map(told.precisions.count, reduced)):
             raise ViolationError(
-                f"{client}: {seq} is told of {found} tokens, mixed and FP8 ones: {told.precisions}"
+                f"{client}: {seq} is told of {found} tokens, mixed, FP8 and W8A8 ones: "
+                f"{told.precisions}"
             )
 
     def finished(

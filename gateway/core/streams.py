@@ -97,6 +97,7 @@ class Stream:
                 tokens=held,
                 tokens_mixed=choice.tokens_in(Precision.MIXED),
                 tokens_fp8=choice.tokens_in(Precision.FP8),
+                tokens_w8a8=choice.tokens_in(Precision.W8A8),
             ),
         )
 

@@ -141,7 +141,14 @@ class Meter:
         return True
 
     def usage(
-        self, *, prompt_tokens: int, cached: int, tokens: int, tokens_mixed: int, tokens_fp8: int
+        self,
+        *,
+        prompt_tokens: int,
+        cached: int,
+        tokens: int,
+        tokens_mixed: int,
+        tokens_fp8: int,
+        tokens_w8a8: int,
     ) -> ChoiceUsage:
         """Sum up."""
         since_ms = self.since_ms
@@ -155,6 +162,7 @@ class Meter:
             completion_tokens=tokens,
             tokens_mixed=tokens_mixed,
             tokens_fp8=tokens_fp8,
+            tokens_w8a8=tokens_w8a8,
             ttft_ms=after(self.first_token_ms),
             last_token_ms=after(self.last_token_ms),
             swaps=self.swaps,

@@ -55,11 +55,13 @@ def keep_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def runner_of(model: LoadedModel, dtype: KvDtype = FP16, levels: int = 2) -> ModelRunner:
+def runner_of(
+    model: LoadedModel, dtype: KvDtype = FP16, levels: int = 2, w8a8_rows: int = 0
+) -> ModelRunner:
     config = model.config
     layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size=8)
     backend = CpuBackend()
-    decoder = Decoder(model, backend, levels)
+    decoder = Decoder(model, backend, levels, w8a8_rows=w8a8_rows)
     return ModelRunner(decoder, PagedPool(layout, layout.blocks_for(len(TOKENS))), backend)
 
 
@@ -81,6 +83,31 @@ def in_fp8(model: LoadedModel, layers: set[int], head: bool) -> LoadedModel:
         return fp8_values(weight) if int(name.split(".")[2]) in layers else weight
 
     return with_matrices(model, change)
+
+
+def test_w8a8_rounds_every_rows_activations_by_itself() -> None:
+    """The same rows in other company have the same bits; the head's input is not rounded."""
+    plain = half_model(LLAMA)
+    runner = runner_of(nest(plain), w8a8_rows=1)
+    assert (runner.levels, runner.w8a8_rows) == (2, 1)
+    found = logits(runner, level=2)
+    wanted, none = in_fp8(plain, set(range(4)), head=True), runner_of(nest(plain))
+    reference = runner_of(wanted)
+    linear, layers = reference.backend.linear, {id(reference.decoder._heads[0])}
+
+    def rounded(x: Tensor, weight: Any) -> Tensor:
+        if id(weight) in layers:
+            return linear(x, weight)
+        scale = x.abs().amax(1, keepdim=True) / 448
+        scale[scale == 0] = 1
+        return linear((x / scale).to(torch.float8_e4m3fn).float() * scale, weight)
+
+    reference.backend.linear = rounded  # type: ignore[method-assign,assignment]
+    assert torch.equal(found, logits(reference))
+    assert not torch.equal(found, logits(runner, level=1))
+    assert none.w8a8_rows == 0
+    with pytest.raises(ValueError, match=r"precision level 2: this model has 0\.\.1"):
+        logits(none, level=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -433,6 +460,7 @@ def test_a_worker_opens_a_plain_checkpoint_nested(tmp_path: Path) -> None:
     [
         ({"weights": "fp8"}, "weights = 'fp8': must be auto or nested"),
         ({"precision_levels": 0}, "precision_levels = 0: must be 1 to 6"),
+        ({"fp8_products": "w4a8"}, "fp8_products = 'w4a8': must be w8a16 or w8a8"),
         ({"precision_levels": 7}, "precision_levels = 7: must be 1 to 6"),
     ],
 )

@@ -146,6 +146,23 @@ def test_only_a_nested_model_can_shed() -> None:
         )
 
 
+def test_w8a8_is_refused_on_a_card_that_has_no_such_products() -> None:
+    says = (
+        r"fp8_products = 'w8a8': emulated has compute capability 8\.6, products of FP8 with FP8 "
+        r"need 9\.0: take 'w8a16'"
+    )
+    with pytest.raises(ValueError, match=says):
+        open_gpu(
+            CARD,
+            nest(random_model(CONFIG)),
+            LAYOUT,
+            GpuSettings(),
+            StepSizes(rows=16, sequences=1),
+            BLOCKS,
+            nested=NestedSettings(w8a8=True),
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

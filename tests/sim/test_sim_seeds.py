@@ -13,6 +13,7 @@ from deepinfer.deploy.sim import simulate
 from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.plan import FAULTS, draw
 from deepinfer.deploy.sim.world import World
+from deepinfer.kvstore.core.precision import Precision
 
 SEEDS = 200
 DIGEST = (
@@ -70,7 +71,7 @@ def test_every_fault_is_drawn_and_can_be_done() -> None:
 def test_swaps_and_losses_are_frequent() -> None:
     """A simulation in which nothing happens would pass as well."""
     swaps = recomputed = takeovers = refused = switches = 0
-    tokens = [0, 0, 0]
+    tokens = [0] * len(Precision)
     for seed in range(80):
         world = simulate.run_seed(seed)
         for worker in world.workers.values():
@@ -85,7 +86,7 @@ def test_swaps_and_losses_are_frequent() -> None:
     assert takeovers >= 20
     assert refused + recomputed >= 5
     assert switches >= 20
-    assert min(tokens) >= 20, "tokens of FP16, mixed and FP8 steps"
+    assert min(tokens) >= 20, "tokens of FP16, mixed, FP8 and W8A8 steps"
 
 
 def test_a_failing_seed_prints_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:

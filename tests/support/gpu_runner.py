@@ -14,20 +14,21 @@ from torch import Tensor
 
 from deepinfer.deploy.bench.random_weights import random_model
 from deepinfer.kernels.attention import DecodeWorkspace
+from deepinfer.kernels.linear_w8a8 import Scratch
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
 from deepinfer.workers.gpu import decoder, steps
-from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu import deterministic as row_steps
+from deepinfer.workers.gpu.buffers import Buffers
 from deepinfer.workers.gpu.copying import CardCopies
-from deepinfer.workers.gpu.graphs import StepGraph
 from deepinfer.workers.gpu.deterministic import fixed_workspace
+from deepinfer.workers.gpu.graphs import StepGraph
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.opening import make_runner
 from deepinfer.workers.gpu.planes import GpuPlanes, ShelvedPlanes
 from deepinfer.workers.gpu.reader import WeightForm
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.shapes import model_specs
-from deepinfer.workers.gpu.weights import AS_STORED, load_weights
+from deepinfer.workers.gpu.weights import AS_STORED, linears, load_weights
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.decoder import kv_layout
 from deepinfer.workers.model.levels import PrecisionLevels
@@ -83,9 +84,10 @@ def cpu_runner(
     rows: int = 64,
     sequences: int = 8,
     ahead: bool = True,
-    form: WeightForm = AS_STORED,
     deterministic: bool = False,
+    form: WeightForm = AS_STORED,
     levels: int = 1,
+    w8a8_rows: int = 0,
     shelf: Shelf | None = None,
 ) -> GpuRunner:
     """A runner for ``model``, by default ``random_model(config)``, kept in ``form``.
@@ -124,9 +126,10 @@ def cpu_runner(
         limits,
         fused_rows=fused_rows,
         multiprocessors=4,
-        spares=range(blocks, blocks + sequences) if ahead else (),
-        levels=PrecisionLevels(config.layers, levels),
         deterministic=deterministic,
+        spares=range(blocks, blocks + sequences) if ahead else (),
+        levels=PrecisionLevels(config.layers, levels, w8a8_rows=w8a8_rows),
+        activations=activations,
         upper_head=form.upper_head or (shelf is not None and shelf.head),
         level_min=levels - 1 if form.upper_only else 0,
     )

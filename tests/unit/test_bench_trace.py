@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from deepinfer.deploy.bench import trace_report
+from deepinfer.deploy.bench.results import without_folders
 from deepinfer.deploy.bench.trace import Plan, parse_rates, run_trace
 from deepinfer.deploy.bench.trace_costs import ASSUMED, capacity, facts_of, read_costs
 from deepinfer.deploy.bench.trace_drive import (
@@ -242,7 +244,7 @@ def test_a_replay_takes_what_its_steps_take() -> None:
     prompt_us, decode_us = COSTS[0].predict(300, 300), COSTS[0].predict(1, 310)
     assert served.ttft_ms == pytest.approx(prompt_us / 1000, rel=0.15)
     assert served.tpot_ms == pytest.approx(decode_us / 1000, rel=0.05)
-    assert replayed.tokens == {Precision.FP16: 20, Precision.MIXED: 0, Precision.FP8: 0}
+    assert replayed.tokens == dict.fromkeys(Precision, 0) | {Precision.FP16: 20}
     assert sum(replayed.step_us) == replayed.step_us[0] == replayed.end_us
     fast = serve(asks_of(1, 0), "fp8")
     assert fast.tokens[Precision.FP8] == 20
@@ -339,6 +341,30 @@ def test_the_verdict(slo: list[float], threshold: float, holds: bool) -> None:
     assert verdict(rates(fp16=[0.9], slo=[0.9]), "tight") is None
 
 
+@pytest.mark.parametrize(
+    ("threshold", "share", "least"),
+    [
+        (0.585, 0.2, False),  # keeps 85% with fewer FP8 tokens
+        (0.585, 0.25, True),
+        (0.57, 0.0, True),  # keeps too little to count
+    ],
+)
+def test_slo_has_the_least_share_of_fp8_tokens_of_those_that_keep_the_gain(
+    threshold: float, share: float, least: bool
+) -> None:
+    of_rates = rates(fp16=[0.5], fp8=[0.6], slo=[0.59], threshold=[threshold])
+    policies: Any = of_rates[0]["policies"]
+    policies["threshold"]["fp8_share_of_tokens"]["mean"] = share
+    found = verdict(of_rates, "tight")
+    assert found is not None
+    (one,) = found["rates"]
+    assert (one["least_share"], one["holds"], found["holds"]) == (least, least, least)
+    shown = trace_report.judgement({"verdict": {"tight": found}})
+    assert ("NOT THE LEAST SHARE" in shown) is not least
+    assert "with 25% (25-25) FP8 tokens" in shown
+    assert "fp8 25%" in shown
+
+
 # ---- the whole -----------------------------------------------------------------------------
 
 
@@ -375,6 +401,19 @@ def test_options_of_the_simulation_alone() -> None:
         parse_rates("1;2")
 
 
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("x --trace /a/b/c.csv --text ../x/y.txt", "x --trace c.csv --text ../x/y.txt"),
+        ("x --model=/a/models/m/ --n 1/2", "x --model=m --n 1/2"),
+        ("x --model ~/models/m.gguf", "x --model m.gguf"),
+        ("KILLS=2 pytest tests/chaos/x.py", "KILLS=2 pytest tests/chaos/x.py"),
+    ],
+)
+def test_a_results_command_names_no_folder_of_the_machine(given: str, written: str) -> None:
+    assert without_folders(given) == written
+
+
 def test_a_whole_run(tmp_path: Path) -> None:
     lines = [
         f"2023-11-16 18:15:{i // 10:02}.{i % 10}000000,{100 + 7 * i % 300},{5 + i % 20}"
@@ -386,7 +425,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert run_trace(plan, output=tmp_path, console=console)
     found = json.loads((tmp_path / "trace_simulate.json").read_text())
     assert (tmp_path / "trace_simulate.png").stat().st_size > 10_000
-    assert "--rates 5,40 --policies fp16,fp8,threshold,slo --seeds 2" in found["command"]
+    options = "--trace trace --where simulate --rates 5,40 --policies fp16,fp8,threshold,slo"
+    assert f"bench trace {options} --seeds 2" in found["command"], "no folder of this machine"
     assert found["place"]["source"] == ASSUMED.source
     assert found["targets_ms"]["loose"]["tpot"] == 10 * found["alone"]["tpot_mean_ms"]
     assert [one["rate"] for one in found["rates"]] == [5.0, 40.0]

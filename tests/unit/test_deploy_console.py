@@ -108,9 +108,9 @@ def strict_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, encoding: str)
 def test_the_json_answer_counts_all_tokens() -> None:
     result = CliRunner().invoke(app, ["generate", "-", "--json"], input="Grüße")
     document = json.loads(result.stdout)
-    shares = {"fp16": 1.0, "mixed": 0.0, "fp8": 0.0}
+    shares = {"fp16": 1.0, "mixed": 0.0, "fp8": 0.0, "w8a8": 0.0}
     counts: dict[str, object] = {"prompt_tokens": 5, "cached_tokens": 3}
-    counts |= {"mixed_tokens": 0, "fp8_tokens": 0, "precision_shares": shares}
+    counts |= {"mixed_tokens": 0, "fp8_tokens": 0, "w8a8_tokens": 0, "precision_shares": shares}
     assert document["usage"] == counts | {"completion_tokens": 4, "total_tokens": 9}
     for choice in document["choices"]:
         assert choice["usage"] == counts | {"completion_tokens": 2, "total_tokens": 7}

@@ -70,6 +70,10 @@ def test_flags_become_the_controllers_settings() -> None:
             {"precision": "fp16", "precision_levels": 3},
             r"precision_levels = 3 has no meaning with precision = 'fp16'",
         ),
+        (
+            {"precision": "fp16", "fp8_products": "w8a8"},
+            r"fp8_products = 'w8a8' has no meaning with precision = 'fp16'",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(flags: dict[str, Any], says: str) -> None:

@@ -17,7 +17,7 @@ from deepinfer.proto import inference_pb2
 from support.gateway_bench import R1, R2, S1, S2, SEQ, W1, W2, Bench
 from support.requests import record
 
-FP16, MIXED, FP8 = Precision
+FP16, MIXED, FP8, W8A8 = Precision
 RECORD = record("r1", sampling=SamplingParams(max_tokens=5))
 
 
@@ -37,9 +37,9 @@ def said(
     bench.tell(FromWorker(worker, message))
 
 
-def shares(bench: Bench) -> tuple[int, int, int]:
+def shares(bench: Bench) -> tuple[int, ...]:
     (usage,) = bench.usage
-    return usage.completion_tokens, usage.tokens_mixed, usage.tokens_fp8
+    return usage.completion_tokens, usage.tokens_mixed, usage.tokens_fp8, usage.tokens_w8a8
 
 
 def begun() -> Bench:
@@ -51,11 +51,11 @@ def begun() -> Bench:
 
 def test_each_mode_is_counted() -> None:
     bench = begun()
-    said(bench, 0, FP16, MIXED, FP8)
-    said(bench, 3, FP8, FP16, finish=FinishReason.LENGTH)
+    said(bench, 0, FP16, MIXED, FP8, W8A8)
+    said(bench, 4, FP8, finish=FinishReason.LENGTH)
     end = bench.read()[-1]
     assert isinstance(end, Finished)
-    assert shares(bench) == (5, 1, 2)
+    assert shares(bench) == (5, 1, 2, 1)
 
 
 def test_tokens_that_come_again_count_once_and_as_they_came_first() -> None:
@@ -66,7 +66,7 @@ def test_tokens_that_come_again_count_once_and_as_they_came_first() -> None:
     said(bench, 0, FP16, FP16, FP16, FP16, run=R2, worker=W2)
     said(bench, 4, FP16, run=R2, worker=W2, finish=FinishReason.LENGTH)
     bench.read()
-    assert shares(bench) == (5, 1, 2)
+    assert shares(bench) == (5, 1, 2, 0)
 
 
 def test_another_gateway_takes_them_from_the_client() -> None:
@@ -75,17 +75,27 @@ def test_another_gateway_takes_them_from_the_client() -> None:
     bench.tell(FromWorker(W1, Attach(SEQ, R1, W1)))
     said(bench, 2, FP8, MIXED, FP16, finish=FinishReason.LENGTH)
     bench.read()
-    assert shares(bench) == (5, 1, 2)
+    assert shares(bench) == (5, 1, 2, 0)
 
 
-def test_a_gateway_that_has_them_trusts_its_own_record() -> None:
+def test_what_a_client_has_counts_as_the_client_got_it() -> None:
+    bench = begun()
+    said(bench, 0, FP8, MIXED)
+    bench.read()  # the client got the same tokens elsewhere, of another run
+    bench.tell(Resume(S2, RECORD, "key", 1, ((10,),), precisions=((W8A8,),)))
+    said(bench, 2, FP16, FP16, FP16, finish=FinishReason.LENGTH)
+    bench.read(S2)
+    assert shares(bench) == (5, 1, 0, 1)
+
+
+def test_no_modes_are_fp16_throughout() -> None:
     bench = begun()
     said(bench, 0, FP8, MIXED)
     bench.read()
     bench.tell(Resume(S2, RECORD, "key", 1, ((10,),)))
     said(bench, 2, FP16, FP16, FP16, finish=FinishReason.LENGTH)
     bench.read(S2)
-    assert shares(bench) == (5, 1, 1)
+    assert shares(bench) == (5, 1, 0, 0)
 
 
 def test_a_client_keeps_them_for_the_next_gateway() -> None:
@@ -117,14 +127,15 @@ def test_progress_is_read_with_its_modes() -> None:
     received, precisions = client_wire.received_from(progress, 2)
     assert received == ((), (5, 6))
     assert precisions == ((), (MIXED, FP8))
-    for wrong in (b"\1", b"\1\3"):
+    for wrong in (b"\1", b"\1\4"):
         progress[0].precisions = wrong
         with pytest.raises(InvalidRequestError, match=r"^progress.precisions = .*must be empty"):
             client_wire.received_from(progress, 2)
 
 
 def test_shares_add_up_to_one() -> None:
-    usage = Usage(prompt_tokens=1, completion_tokens=8, mixed_tokens=2, fp8_tokens=4)
-    assert usage.precision_shares == {"fp16": 0.25, "mixed": 0.25, "fp8": 0.5}
+    counts = {"mixed_tokens": 2, "fp8_tokens": 3, "w8a8_tokens": 1}
+    usage = Usage(prompt_tokens=1, completion_tokens=8, **counts)
+    assert usage.precision_shares == {"fp16": 0.25, "mixed": 0.25, "fp8": 0.375, "w8a8": 0.125}
     none = Usage(prompt_tokens=1, completion_tokens=0)
-    assert none.precision_shares == {"fp16": 0.0, "mixed": 0.0, "fp8": 0.0}
+    assert none.precision_shares == {"fp16": 0.0, "mixed": 0.0, "fp8": 0.0, "w8a8": 0.0}

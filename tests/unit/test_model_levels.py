@@ -31,6 +31,21 @@ def test_a_given_order_says_who_is_first() -> None:
     assert PrecisionLevels(5, 2).order == (2, 1, 3, 0, 4)
 
 
+def test_w8a8_is_a_level_of_its_own_behind_the_last() -> None:
+    levels = PrecisionLevels(3, 4, w8a8_rows=129)
+    assert (levels.count, levels.last) == (4, 3)
+    assert levels.fp8_layers(4) == levels.fp8_layers(3) == (True,) * 3
+    assert levels.fp8_head(4)
+    assert [levels.w8a8(level) for level in range(5)] == [False] * 4 + [True]
+    with pytest.raises(ValueError, match=r"precision level 5: this model has 0\.\.4"):
+        levels.fp8_layers(5)
+    with pytest.raises(ValueError, match=r"precision level 4: this model has 0\.\.3"):
+        PrecisionLevels(3, 4).w8a8(4)
+    for wrong, count in ((-1, 2), (1, 1)):
+        with pytest.raises(ValueError, match=f"w8a8_rows = {wrong}: must be 0 or more"):
+            PrecisionLevels(3, count, w8a8_rows=wrong)
+
+
 def test_a_plain_model_has_one_level() -> None:
     levels = PrecisionLevels(3)
     assert levels.fp8_layers(0) == (False,) * 3

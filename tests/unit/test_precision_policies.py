@@ -53,12 +53,12 @@ def run(
 
 
 def test_tags_are_ordered_by_how_much_gave_way() -> None:
-    assert [tag.value for tag in sorted(Precision)] == ["fp16", "mixed", "fp8"]
+    assert [tag.value for tag in sorted(Precision)] == ["fp16", "mixed", "fp8", "w8a8"]
     assert max(Precision.MIXED, Precision.FP16) is Precision.MIXED
     assert not Precision.FP16 < Precision.FP16 <= Precision.FP16
     assert Precision.FP8 > Precision.MIXED >= Precision.MIXED
-    tags = [precision_of(level, 4).value for level in range(4)]
-    assert tags == ["fp16", "mixed", "mixed", "fp8"]
+    tags = [precision_of(level, 4).value for level in range(5)]
+    assert tags == ["fp16", "mixed", "mixed", "fp8", "w8a8"]
     assert precision_of(0, 1) is Precision.FP16
     assert precision_of(1, 2) is Precision.FP8
 
@@ -69,7 +69,7 @@ def test_tags_travel_as_a_byte_a_token_or_as_nothing() -> None:
     assert unpacked(packed(tags), 3) == tags
     assert packed(tags[:1] * 5) == packed(()) == b""
     assert unpacked(b"", 2) == (Precision.FP16, Precision.FP16)
-    for ranks, count in ((b"\0\0\1", 2), (b"\3", 1)):
+    for ranks, count in ((b"\0\0\1", 2), (b"\4", 1)):
         with pytest.raises(ValueError, match=f"must be empty, or {count} bytes"):
             unpacked(ranks, count)
 

@@ -26,6 +26,7 @@ class FakeRunner:
     backend: Any = SimpleNamespace(sample=sampler.sample, kv_saturations=0)
     levels = 2
     costs = ()
+    w8a8_rows = 0
 
     def __init__(self) -> None:
         self.steps_at: list[int] = []

@@ -34,7 +34,7 @@ from deepinfer.workers.core.valve import note
 from support.worker_bench import Bench, request
 from support.worker_world import Request, make_request
 
-FP16, MIXED, FP8 = Precision
+FP16, MIXED, FP8, W8A8 = Precision
 
 
 def nested(levels: int = 2, **changes: Any) -> Bench:
@@ -169,7 +169,7 @@ def test_a_step_with_an_exact_request_is_exact() -> None:
     assert in_flight(bench).level == 0
     while bench.state(r) is not State.FINISHED:
         bench.step(*range(50, 50 + len(in_flight(bench).chunks)))
-    assert bench.core.counters.tokens_in == (10, 0, 2)
+    assert bench.core.counters.tokens_in == (10, 0, 2, 0)
 
 
 def test_slo_is_told_of_the_load_at_the_controller_until_that_is_old() -> None:
@@ -262,11 +262,49 @@ def test_what_was_counted_is_reported() -> None:
     said = bench.report.precision
     assert said is not None
     assert (said.level, said.levels, said.switches) == (2, 3, 2)
-    assert said.tokens == (3, 3, 0), "the step at level 2 is in flight"
+    assert said.tokens == (3, 3, 0, 0), "the step at level 2 is in flight"
     metrics = bench.core.metrics()
     assert metrics['precision_tokens{precision="fp16"}'] == said.tokens[0]
     assert metrics['precision_seconds{precision="mixed"}'] == said.ms[1] / 1000
     assert sum(said.ms) == 55
+
+
+def test_large_steps_at_the_highest_level_are_w8a8() -> None:
+    """Others are not, and the policy's level, its switches and announcements know nothing of it."""
+    bench = nested(3, w8a8_rows=5, blocks_total=16, prefill_chunk_tokens=8)
+    rule(bench)
+    bench.running(request("a", 4, max_tokens=20), 40)
+    assert tags(bench) == [FP8], "4 tokens"
+    assert bench.core.counters.precision_switches == 1
+    late = request("b", 5)
+    bench.attached(late, bench.admit(late))
+    bench.step(41)
+    plan = in_flight(bench)
+    assert sum(len(chunk.token_ids) for chunk in plan.chunks) == 6
+    assert (plan.level, plan.next_level) == (3, 2)
+    bench.step(42, 43)
+    assert tags(bench) == [W8A8, W8A8]
+    assert (in_flight(bench).level, in_flight(bench).next_level) == (2, 2)
+    bench.step(44, 45)
+    assert tags(bench) == [FP8, FP8]
+    assert bench.core.counters.tokens_in == (0, 0, 4, 2)
+    assert bench.core.counters.precision_switches == 1
+    rule(bench, number=2, level_max=1)
+    again = request("c", 5)
+    bench.attached(again, bench.admit(again))
+    bench.step(46, 47)
+    assert sum(len(chunk.token_ids) for chunk in in_flight(bench).chunks) >= 5
+    assert in_flight(bench).level == 1, "some layers are in FP16"
+
+
+def test_an_exact_request_makes_a_large_step_fp16() -> None:
+    bench = nested(w8a8_rows=2, blocks_total=16)
+    rule(bench)
+    made = exact("x", 6)
+    bench.attached(made, bench.admit(made))
+    assert in_flight(bench).level == 0
+    with pytest.raises(WorkerConfigError, match=r"w8a8_rows = 2: must be 0 where levels is 1"):
+        nested(1, w8a8_rows=2)
 
 
 # ---- tags of KV ----------------------------------------------------------------------------
@@ -280,11 +318,17 @@ def test_purity_only_falls_along_a_sequence() -> None:
         (6, 9, FP16),
         (9, 10, FP8),
         (10, 12, FP16),
+        (12, 14, W8A8),
+        (14, 15, FP8),
     ):
         purity.extend(start, end, tag)
-    assert [purity.at(tokens) for tokens in (0, 4, 5, 9, 10, 12)] == [
-        FP16, FP16, MIXED, MIXED, FP8, FP8,
+        purity.check(end)
+    assert [purity.at(tokens) for tokens in (0, 4, 5, 9, 10, 12, 13, 15)] == [
+        FP16, FP16, MIXED, MIXED, FP8, FP8, W8A8, W8A8,
     ]  # fmt: skip
+    purity.truncate(12)
+    purity.extend(12, 13, FP8)
+    assert purity.at(13) is FP8
     purity.truncate(5)
     purity.extend(5, 6, FP16)
     assert purity.at(6) is MIXED

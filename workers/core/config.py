@@ -30,6 +30,8 @@ class WorkerConfig:
     """Levels that the model's weights can be read at; 1: they are not nested."""
     costs: tuple[StepCost, ...] = ()
     """What steps take at each level, as measured at the start; () if that was not."""
+    w8a8_rows: int = 0
+    """Steps at the highest level of so many tokens or more multiply FP8 by FP8; 0: none does."""
     tail_blocks: int = 0
     """Blocks that come to ``blocks_total`` while the weights' lower planes are off the card."""
     return_ms: int = 0
@@ -91,12 +93,13 @@ class WorkerConfig:
             "restore_retry_ms",
         ):
             check(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("prefetch_bytes_max", "tail_blocks", "return_ms"):
+        for name in ("prefetch_bytes_max", "tail_blocks", "return_ms", "w8a8_rows"):
             check(name, getattr(self, name) >= 0, "0 or more")
         measured = len(self.costs) in (0, self.levels)
         check("costs", measured, f"empty or one for each of {self.levels} levels")
         nested = self.levels > 1
         check("tail_blocks", nested or not self.tail_blocks, "0 where levels is 1")
+        check("w8a8_rows", nested or not self.w8a8_rows, "0 where levels is 1")
         check("start_shed", nested or not self.start_shed, "False where levels is 1")
         check("start_shed", not (self.tail_blocks and self.start_shed), "False with tail_blocks")
         check(

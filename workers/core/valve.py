@@ -12,6 +12,7 @@ from deepinfer.kvstore.core.precision import (
     PrecisionRule,
     StepCost,
     precision_of,
+    with_w8a8,
 )
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.events import Chunk, StepPlan
@@ -87,6 +88,7 @@ class Levels:
     def plan(self, chunks: Sequence[Chunk], level_min: int, now_ms: int) -> int:
         """The level of a step of these chunks; what levels below ``level_min`` read is away.
 
+        At the highest one that may be ``levels``, which is W8A8, for this step alone.
         A change is announced one step before (``next_level``) where the device may have computed
         this one already, at the level that it was announced for.
         """
@@ -104,13 +106,13 @@ class Levels:
             level = self._valve.level
         level = self._announced(max(level, level_min), chunks, level_min)
         self._predicted_us = 0.0
+        rows, context_tokens = _size(chunks)
         if config.costs:
-            rows, context_tokens = _size(chunks)
             self._predicted_us = config.costs[level].predict(rows, context_tokens)
         if level != self.level:
             self.level = level
             self._roster.counters.precision_switches += 1
-        return level
+        return with_w8a8(level, config.levels, rows, config.w8a8_rows)
 
     def _announced(self, wanted: int, chunks: Sequence[Chunk], level_min: int) -> int:
         """What to do now about a level that is ``wanted``: it, or the one before and then it."""

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from deepinfer.kvstore.core.precision import StepCost
+from deepinfer.kvstore.core.precision import StepCost, with_w8a8
 from deepinfer.workers.gpu.decoder import GpuDecoder
 from deepinfer.workers.gpu.graphs import ROW_BUCKETS
 from deepinfer.workers.gpu.runner import GpuRunner
@@ -36,7 +36,8 @@ def measure_costs(
     """Time steps of up to all rows at the first and the last level; () for a model with one.
 
     Steps write KV into the runner's spare blocks only. Levels between the two are taken to cost
-    what their share of weights in FP8 says.
+    what their share of weights in FP8 says. At the last one, steps of as many rows are W8A8 as the
+    runner has it for.
     """
     ends = (0, runner.levels - 1)
     if runner.levels == 1 or runner.level_min > 0 or not runner.spares:
@@ -57,7 +58,8 @@ def measure_costs(
         began = time.monotonic()
         count = sum(len(part.token_ids) for part in slices)
         for level in ends:
-            us[level].append(step_us(slices, level))
+            planned = with_w8a8(level, runner.levels, count, runner.w8a8_rows)
+            us[level].append(step_us(slices, planned))
         rows.append(count)
         now = time.monotonic()
         if now + 2 * (now - began) > deadline:

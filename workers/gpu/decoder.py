@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 from deepinfer.kernels.attention import KvView, paged_decode
 from deepinfer.kernels.linear import (
     ROWS_MAX,
-    F16Weight,
     AnyPlan,
+    F16Weight,
     NestedWeight,
     Weight,
     linear_logits,
@@ -33,6 +34,7 @@ from deepinfer.kernels.linear import (
     linear_swiglu,
     max_rows,
 )
+from deepinfer.kernels.linear_w8a8 import Scratch
 from deepinfer.kernels.pointwise import embed, residual_add_norm, rms_norm, rope_kv_write, swiglu
 from deepinfer.kernels.prefill import PrefillSpans, paged_prefill
 from deepinfer.workers.gpu.buffers import Buffers
@@ -55,19 +57,33 @@ class WideStep:
     spans: PrefillSpans | None
 
 
-class PieceModes(NamedTuple):
-    """What a piece of a wide step computes in FP8, of the layer before it and of its own."""
+class Mode(IntEnum):
+    """What a layer's products are: of which weights, and with which activations."""
 
-    before: bool
-    own: bool
+    FP16 = 0
+    FP8 = 1
+    W8A8 = 2
+
+
+class PieceModes(NamedTuple):
+    """How a piece of a wide step computes the layer before it, and its own."""
+
+    before: Mode
+    own: Mode
+
+
+def layer_modes(levels: PrecisionLevels, level: int) -> tuple[Mode, ...]:
+    """The mode of each layer at a level."""
+    fp8 = Mode.W8A8 if levels.w8a8(level) else Mode.FP8
+    return tuple(fp8 if chosen else Mode.FP16 for chosen in levels.fp8_layers(level))
 
 
 def piece_modes(levels: PrecisionLevels, level_min: int = 0) -> set[tuple[int, PieceModes]]:
-    """All that pieces are captured for, from some level up: their places and modes."""
+    """All that pieces are captured for, from some level up but W8A8: their places and modes."""
     found = set()
     for level in range(level_min, levels.count):
-        fp8 = (levels.fp8_head(level), *levels.fp8_layers(level), False)
-        found |= {(at, PieceModes(*fp8[at : at + 2])) for at in range(len(fp8) - 1)}
+        modes = (Mode(levels.fp8_head(level)), *layer_modes(levels, level), Mode.FP16)
+        found |= {(at, PieceModes(*modes[at : at + 2])) for at in range(len(modes) - 1)}
     return found
 
 
@@ -75,7 +91,8 @@ class GpuDecoder:
     """A model, its pool's layers and its buffers: everything a step reads and writes.
 
     ``levels`` are those of a nested model; one that is not has one. With ``upper_head`` the last
-    of them reads nothing of the embedding's lower plane either.
+    of them reads nothing of the embedding's lower plane either. ``activations`` has room for those
+    of W8A8 steps, where ``levels`` has such.
     """
 
     def __init__(
@@ -86,22 +103,27 @@ class GpuDecoder:
         levels: PrecisionLevels | None = None,
         *,
         upper_head: bool = False,
+        activations: Scratch | None = None,
     ) -> None:
         self.weights = weights
         self.levels = levels or PrecisionLevels(len(weights.layers))
         self.buffers = buffers
         self._views = views
         self._scale = weights.config.head_dim**-0.5
-        self._products = Products(list(linears(weights)), buffers.linear)
-        self._fp8 = [self.levels.fp8_layers(level) for level in range(self.levels.count)]
+        self._products = Products(list(linears(weights)), buffers.linear, activations)
+        count = self.levels.count + (self.levels.w8a8_rows > 0)
+        self._modes = [layer_modes(self.levels, level) for level in range(count)]
         self._upper_embedding: NestedWeight | None = None
         if upper_head and isinstance(weights.embedding, NestedWeight):
             self._upper_embedding = replace(weights.embedding, lower=None)
 
     def fused(self, inputs: InputViews, rows: int, partition: int, level: int = 0) -> None:
-        """Write the step's KV; leave the final residual, ``hidden`` and sums of squares."""
+        """Write the step's KV; leave the final residual, ``hidden`` and sums of squares.
+
+        Not for W8A8, which so few rows do not gain by.
+        """
         config, layers = self.weights.config, self.weights.layers
-        fp8 = self._fp8[level]
+        modes = self._modes[level]
         b, eps = self.buffers, config.rms_eps
         residual, hidden, sumsq = b.residual[:rows], b.hidden[:rows], b.sumsq[:rows]
         qkv, mixed, gated = b.qkv[:rows], b.mixed[:rows], b.gated[:rows]
@@ -114,7 +136,7 @@ class GpuDecoder:
             layers[0].input_norm,
         )
         for index, layer in enumerate(layers):
-            wanted = fp8[index]
+            wanted = modes[index] is Mode.FP8
             linear_norm(
                 qkv,
                 hidden,
@@ -122,6 +144,7 @@ class GpuDecoder:
                 sumsq=sumsq,
                 eps=eps,
                 fp8=_mode(layer.qkv, wanted),
+                plan=self.plan(layer.qkv, rows, _mode(layer.qkv, wanted)),
                 workspace=b.linear,
             )
             self._write_kv(index, layer, qkv, inputs)
@@ -134,6 +157,7 @@ class GpuDecoder:
                 layer.out,
                 layer.mlp_norm,
                 fp8=_mode(layer.out, wanted),
+                plan=self.plan(layer.out, rows, _mode(layer.out, wanted)),
                 workspace=b.linear,
             )
             linear_swiglu(
@@ -143,8 +167,8 @@ class GpuDecoder:
                 sumsq=sumsq,
                 eps=eps,
                 fp8=_mode(layer.gate_up, wanted),
+                plan=self.plan(layer.gate_up, rows, _mode(layer.gate_up, wanted)),
                 workspace=b.linear,
-                plan=self.plan(layer.qkv, rows, _mode(layer.qkv, wanted)),
             )
             last = index + 1 == len(layers)
             gamma = self.weights.norm if last else layers[index + 1].input_norm
@@ -156,9 +180,13 @@ class GpuDecoder:
                 layer.down,
                 gamma,
                 fp8=_mode(layer.down, wanted),
+                plan=self.plan(layer.down, rows, _mode(layer.down, wanted)),
                 workspace=b.linear,
-                plan=self.plan(layer.out, rows, _mode(layer.out, wanted)),
             )
+
+    def plan(self, weight: Weight, rows: int, fp8: bool) -> AnyPlan | None:
+        """How ``fused`` multiplies ``weight``; None: as is fastest for so many rows."""
+        return None
 
     def fused_logits(self, rows: int, level: int = 0) -> None:
         """After ``fused``: logits of every row."""
@@ -167,7 +195,6 @@ class GpuDecoder:
             b.logits[:rows],
             b.hidden[:rows],
             self.weights.head,
-                plan=self.plan(layer.gate_up, rows, _mode(layer.gate_up, wanted)),
             sumsq=b.sumsq[:rows],
             eps=self.weights.config.rms_eps,
             fp8=self.head_fp8(level),
@@ -180,14 +207,9 @@ class GpuDecoder:
         step: WideStep,
         level: int = 0,
         *,
-                plan=self.plan(layer.down, rows, _mode(layer.down, wanted)),
         piece: Callable[[int], None] | None = None,
         decode: Callable[[int], None] | None = None,
     ) -> None:
-    def plan(self, weight: Weight, rows: int, fp8: bool) -> AnyPlan | None:
-        """How ``fused`` multiplies ``weight``; None: as is fastest for so many rows."""
-        return None
-
         """Write the step's KV; leave the final residual, and its norm in ``hidden``.
 
         ``piece(index)`` and ``decode(index)`` stand in for the methods of those names where what
@@ -217,9 +239,9 @@ class GpuDecoder:
 
     def modes(self, index: int, level: int) -> PieceModes:
         """Modes of a piece at a level; before the first layer there is the embedding."""
-        fp8 = self._fp8[level]
-        before = fp8[index - 1] if index else self._is_upper_embedding(level)
-        return PieceModes(before, index < len(fp8) and fp8[index])
+        modes = self._modes[level]
+        before = modes[index - 1] if index else Mode(self._is_upper_embedding(level))
+        return PieceModes(before, modes[index] if index < len(modes) else Mode.FP16)
 
     def piece(self, index: int, inputs: InputViews, rows: int, modes: PieceModes) -> None:
         """What a wide step does between the attention of layers ``index - 1`` and ``index``.
@@ -233,7 +255,7 @@ class GpuDecoder:
         last = index == len(layers)
         gamma = self.weights.norm if last else layers[index].input_norm
         if index == 0:
-            embedding = self._embedding(modes.before)
+            embedding = self._embedding(modes.before is not Mode.FP16)
             embed(residual, None, None, inputs.token_ids, embedding, None)
             rms_norm(hidden, residual, gamma, eps)
         else:

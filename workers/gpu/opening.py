@@ -15,6 +15,7 @@ import torch
 from deepinfer.kernels import linear
 from deepinfer.kernels.attention import DecodeWorkspace, partition_for, partitions
 from deepinfer.kernels.compiler import precompile
+from deepinfer.kernels.linear_w8a8 import Scratch
 from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.workers.gpu.budget import (
     CONTEXT_BYTES,
@@ -33,19 +34,19 @@ from deepinfer.workers.gpu.copy_device import CudaCopyDevice
 from deepinfer.workers.gpu.copying import CardCopies
 from deepinfer.workers.gpu.costs import measure_costs
 from deepinfer.workers.gpu.decoder import GpuDecoder, piece_modes
-from deepinfer.workers.gpu.graphs import buckets, row_bucket, wide_buckets
 from deepinfer.workers.gpu.deterministic import DeterministicDecoder, fixed_workspace
+from deepinfer.workers.gpu.graphs import buckets, row_bucket, wide_buckets
 from deepinfer.workers.gpu.limits import StepLimits
 from deepinfer.workers.gpu.planes import GpuPlanes, ShelvedPlanes, lower_bytes, tail_bytes
 from deepinfer.workers.gpu.reader import WeightForm
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.gpu.settings import GpuSettings, NestedSettings
-from deepinfer.workers.gpu.shapes import check_kernels, kv_views, model_specs
+from deepinfer.workers.gpu.shapes import check_kernels, check_w8a8, kv_views, model_specs
 from deepinfer.workers.gpu.trial import GpuTrial
 from deepinfer.workers.gpu.weights import GpuWeights, linears, load_weights
 from deepinfer.workers.model.config import ModelConfig
-from deepinfer.workers.model.levels import PrecisionLevels
+from deepinfer.workers.model.levels import W8A8_ROWS, PrecisionLevels
 from deepinfer.workers.model.weights import LoadedModel
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.quality import Settle, Verdict
@@ -106,19 +107,22 @@ def open_gpu(
     """
     check_kernels(model.config, layout)
     nested = nested or NestedSettings()
-    if not model.nested and (nested.shed or nested.start_shed):
     if settings.deterministic:
         for name in ("shed", "w8a8"):
             if getattr(nested, name):
                 raise ValueError(f"{name} = True with deterministic = True: must be False")
     if nested.w8a8:
         check_w8a8(card)
+    if not model.nested and (nested.shed or nested.start_shed):
         raise ValueError(
             f"{'shed' if nested.shed else 'start_shed'}: the model's weights are not nested: take "
             "weights = nested, or a checkpoint of deepinfer convert --weights nested"
         )
     levels = PrecisionLevels(
-        model.config.layers, nested.levels if model.nested else 1, model.layer_order
+        model.config.layers,
+        nested.levels if model.nested else 1,
+        model.layer_order,
+        W8A8_ROWS if model.nested and nested.w8a8 else 0,
     )
     sheds_head = nested.shed_head and (nested.shed or nested.start_shed)
     form = WeightForm(
@@ -139,7 +143,7 @@ def open_gpu(
     with torch.inference_mode(), _fitting("weights", budget):
         weights = load_weights(model, card.device, model.config.max_positions, form)
     began = time.monotonic()
-    precompile(model_specs(weights, layout))
+    precompile(model_specs(weights, layout, w8a8=levels.w8a8_rows > 0))
     compiled_s = time.monotonic() - began
     torch.cuda.empty_cache()
     used = _used() - torch.cuda.memory_reserved()
@@ -157,21 +161,21 @@ def open_gpu(
     sequences = row_bucket(sizes.sequences) or sizes.sequences
     rows = max(sizes.rows, sequences)
     fused_rows = min(sequences, *map(linear.max_rows, linears(weights)))
+    if settings.deterministic:
+        fused_rows = rows
     level_min = levels.last if nested.start_shed else 0
     decode = len(list(buckets(sequences, model.config.max_positions)))
     decode *= levels.count - level_min
     pieces = len(list(wide_buckets(rows))) * len(piece_modes(levels, level_min))
     if settings.deterministic:
-        fused_rows = rows
-    with _fitting("scratch", budget):
-        buffers = Buffers.allocate(
-            model.config,
-            rows,
-    if settings.deterministic:
         pieces = 0
     if levels.w8a8_rows:
         large = sum(each >= levels.w8a8_rows for each in wide_buckets(rows))
         pieces += large * (model.config.layers + 1)
+    with _fitting("scratch", budget):
+        buffers = Buffers.allocate(
+            model.config,
+            rows,
             fused_rows,
             sequences,
             fixed_workspace(model.config, rows, card.device)
@@ -179,6 +183,10 @@ def open_gpu(
             else _workspace(model.config, card, sequences),
             card.device,
         )
+        activations = None
+        if levels.w8a8_rows:
+            columns = max(each.columns for each in linears(weights))
+            activations = Scratch.allocate(rows, columns, card.device)
     copies = CardCopies(CudaCopyDevice(card.device))
     budget = replace(
         budget,
@@ -240,15 +248,16 @@ def open_gpu(
         fused_rows=fused_rows,
         multiprocessors=card.multiprocessors,
         spares=range(blocks + tail, pool.num_blocks),
+        deterministic=settings.deterministic,
         levels=levels,
         upper_head=sheds_head,
+        activations=activations,
         level_min=level_min,
     )
     planes = None
     if shelved is not None:
         planes = GpuPlanes(shelved, pool, blocks, runner, copies.settle)
     marks = [_used()]
-        deterministic=settings.deterministic,
     began = time.monotonic()
     captured = runner.capture(lambda _kind: marks.append(_used()))
     runner.warm_up()
@@ -305,6 +314,8 @@ def _nested_notes(
         )
         measured = f", 8 rows take {times} at the first and the last" if times else ""
         yield f"nested weights, {runner.levels} levels of precision{measured}"
+    if runner.w8a8_rows:
+        yield f"FP8 steps of {runner.w8a8_rows} rows or more are W8A8"
     if planes is not None:
         size = layout.payload_bytes(planes.tail_blocks)
         yield (
@@ -322,6 +333,8 @@ def _settled(
     card: Card,
     rows: int,
     fused_rows: int,
+    *,
+    deterministic: bool,
 ) -> tuple[GpuWeights, Verdict]:
     """The verdict on ``layout``, and the weights that belong to it; takes no memory that stays."""
 
@@ -333,9 +346,8 @@ def _settled(
             buffers,
             StepLimits(rows=rows, sequences=1, context=context),
             fused_rows=fused_rows,
-    *,
-    deterministic: bool,
             multiprocessors=card.multiprocessors,
+            deterministic=deterministic,
         )
 
     trial = GpuTrial(weights, layout.block_size, rows, buffers.saturations, bind)
@@ -347,15 +359,16 @@ def _settled(
 def make_runner(
     weights: GpuWeights,
     pool: PagedPool,
-            deterministic=deterministic,
     buffers: Buffers,
     limits: StepLimits,
     *,
     fused_rows: int,
     multiprocessors: int,
     spares: Sequence[int] = (),
+    deterministic: bool = False,
     levels: PrecisionLevels | None = None,
     upper_head: bool = False,
+    activations: Scratch | None = None,
     level_min: int = 0,
 ) -> GpuRunner:
     """Bind weights, pool and buffers to each other; no graph is captured yet.
@@ -364,12 +377,18 @@ def make_runner(
     """
     kind = DeterministicDecoder if deterministic else GpuDecoder
     return GpuRunner(
-        GpuDecoder(weights, kv_views(pool), buffers, levels, upper_head=upper_head),
+        kind(
+            weights,
+            kv_views(pool),
+            buffers,
+            levels,
+            upper_head=upper_head,
+            activations=activations,
+        ),
         pool,
         GpuSampler(buffers.logits, buffers.saturations),
         limits,
         fused_rows=fused_rows,
-    deterministic: bool = False,
         multiprocessors=multiprocessors,
         spares=spares,
         level_min=level_min,

@@ -18,6 +18,7 @@ from deepinfer.kernels.linear import (
     linear_norm,
     max_rows,
 )
+from deepinfer.kernels.linear_w8a8 import Scratch, W8A8Weight, linear_w8a8
 
 SCRATCH_BYTES: Final = 64 * 2**20
 """Rows of a 4-bit or nested weight are expanded to float16 into so much memory at a time."""
@@ -28,10 +29,16 @@ class Products:
 
     Few rows go through our own kernels, which read a weight once; for many, 4-bit and nested
     weights are expanded slice by slice. ``weights`` are all that will be asked for, ``workspace``
-    is that of the stream on which steps run.
+    is that of the stream on which steps run. With room for ``activations`` in FP8, nested weights
+    can be multiplied by such as well.
+
+    Raises ValueError, with ``activations``, for a nested weight of a size that FP8 products do not
+    take.
     """
 
-    def __init__(self, weights: list[Weight], workspace: Workspace) -> None:
+    def __init__(
+        self, weights: list[Weight], workspace: Workspace, activations: Scratch | None = None
+    ) -> None:
         self._workspace = workspace
         # cuBLAS wants its bias in half, our kernels in float32.
         self._biases = {id(w): w.bias.half() for w in weights if w.bias is not None}
@@ -40,6 +47,11 @@ class Products:
         self._scratch = torch.empty(
             rows * columns, dtype=torch.float16, device=workspace.sums.device
         )
+        self._activations = activations
+        self._w8a8: dict[int, W8A8Weight] = {}
+        if activations is not None:
+            nested = (each for each in weights if isinstance(each, NestedWeight))
+            self._w8a8 = {id(each): W8A8Weight.of(each) for each in nested}
 
     def __call__(self, out: Tensor, x: Tensor, weight: Weight, *, fp8: bool = False) -> None:
         """``out`` half ``[rows, N]``, ``x`` half ``[rows, K]``; ``fp8`` is for a nested weight."""
@@ -49,6 +61,11 @@ class Products:
             self._multiply(out, x, weight.weight, self._biases.get(id(weight)))
         else:
             self._expand(out, x, weight, fp8)
+
+    def multiply_w8a8(self, out: Tensor, x: Tensor, weight: NestedWeight) -> None:
+        """The same with ``x`` rounded to FP8 row by row."""
+        assert self._activations is not None, "no room for activations in FP8"
+        linear_w8a8(out, x, self._w8a8[id(weight)], self._activations)
 
     def _expand(self, out: Tensor, x: Tensor, weight: W4Weight | NestedWeight, fp8: bool) -> None:
         bias = self._biases.get(id(weight))

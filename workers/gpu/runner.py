@@ -24,7 +24,7 @@ from deepinfer.workers.gpu.inputs import InputViews, on_card
 from deepinfer.workers.gpu.limits import StepLimits, check_slices
 from deepinfer.workers.gpu.sampler import GpuSampler
 from deepinfer.workers.gpu.steps import GpuSteps
-from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit, check_level
+from deepinfer.workers.model.runner import LOGIT_ROWS, SequenceSlice, Visit
 from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.sampler import SampleRow
 
@@ -41,7 +41,9 @@ class GpuRunner:
     ``spares`` are blocks of the pool that no one else uses, one for each sequence of a step: with
     them the likely next step is launched while the last one's tokens are on their way (``ahead``).
 
-    Steps are computed at one of ``levels`` of precision: 0 is FP16, the last is FP8.
+    Steps are computed at one of ``levels`` of precision: 0 is FP16, the last is FP8. Where the
+    decoder has W8A8, ``levels`` itself is that: the last level, with the activations of
+    ``w8a8_rows`` rows or more in FP8 too.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class GpuRunner:
         )
         self.counters = self._steps.counters
         self.levels = decoder.levels.count
+        self.w8a8_rows = decoder.levels.w8a8_rows
         self.costs: tuple[StepCost, ...] = ()
         self.limits = limits
         self.spares = tuple(spares)
@@ -120,7 +123,7 @@ class GpuRunner:
         begin = time.perf_counter_ns()
         next_level = level if next_level is None else next_level
         self._check_level(level)
-        check_level(next_level, self.levels)
+        self.decoder.levels.check(next_level)
         check_slices(slices, self.config, self.pool.layout, self.limits)
         self.backend.forget()
         claim = self._claim(slices, level)
@@ -130,7 +133,8 @@ class GpuRunner:
             logits = self._claimed(claim)
         else:
             logits = self._merge(slices, claim, level)
-        self._lookout.running(slices, next_level)
+        # What is launched ahead has too few rows for W8A8.
+        self._lookout.running(slices, min(next_level, self.levels - 1))
         self.counters.steps += 1
         self.counters.prepare_ns += time.perf_counter_ns() - begin
         return logits
@@ -176,7 +180,7 @@ class GpuRunner:
             copy_blocks(self.pool.storage, on_card(pairs, torch.int32, self.pool.device))
 
     def _check_level(self, level: int) -> None:
-        check_level(level, self.levels)
+        self.decoder.levels.check(level)
         if level < self.level_min:
             raise ValueError(
                 f"precision level {level}: the lower planes are not on the card, only "
@@ -185,7 +189,7 @@ class GpuRunner:
 
     def _claim(self, slices: Sequence[SequenceSlice], level: int) -> Claim | None:
         """What of a plan was computed ahead; None: nothing."""
-        claim = self._lookout.claim(slices, self.pool.copies_in, level)
+        claim = self._lookout.claim(slices, self.pool.copies_in, min(level, self.levels - 1))
         if claim is None:
             return None
         self.counters.ahead_used += claim.used
@@ -225,7 +229,7 @@ class GpuRunner:
             inputs, _ = self._steps.wide(slices, level)
             return self._picked_logits(slices, inputs, level)
         inputs = self._steps.inputs.write(slices, range(len(slices)), self._steps.shape(bucket))
-        self._steps.run(bucket, level)
+        self._steps.run(bucket, min(level, self.levels - 1))
         return self._step_logits(slices, inputs)
 
     @torch.inference_mode()

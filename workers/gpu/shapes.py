@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from deepinfer.kernels import attention, linear, pointwise, prefill, sampling
+from deepinfer.kernels import attention, linear, linear_w8a8, pointwise, prefill, sampling
 from deepinfer.kernels.attention import KvView
 from deepinfer.kernels.compiler import KernelSpec
 from deepinfer.kernels.linear import NestedWeight, W4Weight
+from deepinfer.kernels.linear_w8a8 import CAPABILITY_MIN
 from deepinfer.kvstore.core.layout import KvLayout
+from deepinfer.workers.gpu.card import Card
 from deepinfer.workers.gpu.weights import GpuWeights, linears
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.pool import PagedPool
@@ -90,7 +92,19 @@ def check_kernels(config: ModelConfig, layout: KvLayout) -> None:
         )
 
 
-def model_specs(weights: GpuWeights, layout: KvLayout) -> Iterator[KernelSpec]:
+def check_w8a8(card: Card) -> None:
+    """Raise ValueError for a card that has no products of FP8 with FP8."""
+    if card.capability < CAPABILITY_MIN:
+        has, needs = (".".join(map(str, each)) for each in (card.capability, CAPABILITY_MIN))
+        raise ValueError(
+            f"fp8_products = 'w8a8': {card.name} has compute capability {has}, products of FP8 "
+            f"with FP8 need {needs}: take 'w8a16'"
+        )
+
+
+def model_specs(
+    weights: GpuWeights, layout: KvLayout, *, w8a8: bool = False
+) -> Iterator[KernelSpec]:
     """Every kernel that a model's steps may launch on its card."""
     config = weights.config
     form, group = KV_FORMATS[layout.dtype.name], config.heads // config.kv_heads
@@ -99,6 +113,8 @@ def model_specs(weights: GpuWeights, layout: KvLayout) -> Iterator[KernelSpec]:
     yield from prefill.device_specs(form, config.head_dim, device)
     yield from pointwise.specs()
     yield from sampling.specs()
+    if w8a8:
+        yield from linear_w8a8.specs()
     kinds = {type(weight) for weight in (*linears(weights), weights.head)}
     for spec in linear.specs():
         special = {kind for name, kind in _SPECIAL.items() if name in spec.source + spec.name}

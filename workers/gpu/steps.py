@@ -97,6 +97,7 @@ class GpuSteps:
         there.
         """
         told = captured or (lambda _kind: None)
+        of_model = self.decoder.levels
         with recording() as recorder:
             decode = DecodeGraphs(recorder, self._decode)
             layers = len(self.decoder.weights.layers)
@@ -111,6 +112,8 @@ class GpuSteps:
                 self.inputs.write((), (), self._wide_shape(rows))
                 for level in levels:
                     pieces.capture(WideSize(rows, level))
+                if 0 < of_model.w8a8_rows <= rows:
+                    pieces.capture(WideSize(rows, of_model.count))
             for bucket in mixed_buckets(self.limits.sequences, self.limits.context):
                 mixed.capture(bucket)
             told("prompts")
@@ -161,8 +164,15 @@ class GpuSteps:
         )
 
     def wide(self, slices: Sequence[SequenceSlice], level: int) -> tuple[InputViews, list[int]]:
-        """Launch a step with prompts in it; also returns each slice's first row."""
+        """Launch a step with prompts in it; also returns each slice's first row.
+
+        One that is to be W8A8, but is left with fewer rows than gain by it (others were computed
+        ahead), is computed in FP8.
+        """
         counts = [len(part.token_ids) for part in slices]
+        levels = self.decoder.levels
+        if sum(counts) < levels.w8a8_rows:
+            level = min(level, levels.last)
         order = sorted(range(len(slices)), key=lambda index: counts[index] > 1)
         firsts, row = [0] * len(slices), 0
         for index in order:

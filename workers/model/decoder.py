@@ -17,6 +17,7 @@ from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.heap import trim_heap
 from deepinfer.workers.model.levels import PrecisionLevels
 from deepinfer.workers.model.nested import nested_read
+from deepinfer.workers.model.rounding import round_rows_to_e4m3
 from deepinfer.workers.model.weights import LoadedModel, WeightSource, row_lookup
 from deepinfer.workers.pool import PagedPool
 
@@ -91,6 +92,7 @@ class Decoder:
     ``embedding`` looks rows up. On the CPU that is in the mapped checkpoint itself, which needs
     no memory of its own. A nested model has ``precision_levels`` levels and is packed twice, its
     FP16 and its FP8 values, with ``upper_only`` the latter alone; others have one level.
+    ``w8a8_rows`` is that of ``PrecisionLevels``.
 
     Raises ValueError for a number of levels that there cannot be.
     """
@@ -102,13 +104,16 @@ class Decoder:
         precision_levels: int = LEVELS_DEFAULT,
         *,
         upper_only: bool = False,
+        w8a8_rows: int = 0,
     ) -> None:
         self.config = model.config
         self.fingerprint = model.fingerprint
         self.backend = backend
         config, weights = model.config, model.weights
         levels = precision_levels if model.nested else 1
-        self.levels = PrecisionLevels(config.layers, levels, model.layer_order)
+        self.levels = PrecisionLevels(
+            config.layers, levels, model.layer_order, w8a8_rows if model.nested else 0
+        )
         self._upper_only = upper_only
         if backend.device.type == "cpu":
             self.embedding = weights.rows(EMBEDDING)
@@ -184,21 +189,31 @@ class Decoder:
         return (weights.read,) if self.levels.count == 1 else (weights.read, upper)
 
     def forward(
-        self, token_ids: Tensor, plan: Plan, pool: PagedPool, in_fp8: Sequence[bool]
+        self,
+        token_ids: Tensor,
+        plan: Plan,
+        pool: PagedPool,
+        in_fp8: Sequence[bool],
+        w8a8: bool = False,
     ) -> Tensor:
         """Write the step's KV and return the residual stream ``[padded_rows, hidden]``, float32.
 
         ``token_ids`` int64 ``[padded_rows]`` (padding rows: any valid id); ``in_fp8`` says of every
-        layer whether it computes with its FP8 values.
+        layer whether it computes with its FP8 values; ``w8a8`` rounds what they are multiplied by
+        to FP8 too (also what outliers are: a card multiplies those by the values as they were).
         """
         config, backend = self.config, self.backend
         heads, kv_heads = config.heads, config.kv_heads
+
+        def linear(x: Tensor, weight: Linear) -> Tensor:
+            return backend.linear(round_rows_to_e4m3(x) if w8a8 else x, weight)
+
         residual = self.embedding(token_ids)
         cos, sin = self.rope.at(plan.positions)
         for index, (forms, fp8) in enumerate(zip(self._layers, in_fp8, strict=True)):
             layer = forms[fp8]
             normed = backend.rms_norm(residual, layer.input_norm, config.rms_eps)
-            qkv = backend.linear(normed, layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
+            qkv = linear(normed, layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
             q_and_k = qkv[:, : heads + kv_heads]
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = backend.rms_norm(q_and_k[:, :heads], layer.q_norm, config.rms_eps)
@@ -209,10 +224,10 @@ class Decoder:
                 rotated = torch.cat((rotated, q_and_k[..., config.rope_dim :]), dim=-1)
             backend.kv_write(pool, index, rotated[:, heads:], qkv[:, heads + kv_heads :], plan)
             mixed = backend.attention(pool, index, rotated[:, :heads], plan)
-            residual += backend.linear(mixed, layer.out)
+            residual += linear(mixed, layer.out)
             normed = backend.rms_norm(residual, layer.mlp_norm, config.rms_eps)
-            gated = backend.silu_mul(backend.linear(normed, layer.gate_up))
-            residual += backend.linear(gated, layer.down)
+            gated = backend.silu_mul(linear(normed, layer.gate_up))
+            residual += linear(gated, layer.down)
         return residual
 
     def logits(self, residual: Tensor, in_fp8: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""FP16 weights to W4A16 by rounding: each group on its own, with no data to calibrate with."""
+"""Rounding with no data to calibrate with: FP16 weights to W4A16, and activations to FP8."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from deepinfer.workers.model.quantized import ZERO_SYMMETRIC, QuantizedTensor
 
 DIVISORS: Final = (7.0, 7.5, 8.0, 8.5, 9.0, 9.5, 10.0, 10.5)
 """A group's scale is its largest magnitude divided by one of these."""
+
+E4M3_MAX: Final = 448.0
+"""The largest code of E4M3."""
 
 _LOWEST: Final = -8
 _HIGHEST: Final = 7
@@ -36,6 +39,17 @@ def round_to_nearest(weight: Tensor, group: int) -> QuantizedTensor:
     codes = torch.cat([part[0] for part in parts]).view(rows, columns)
     scales = torch.cat([part[1] for part in parts]).view(rows, columns // group)
     return QuantizedTensor(codes, scales)
+
+
+def round_rows_to_e4m3(x: Tensor) -> Tensor:
+    """``x`` float32 ``[rows, columns]`` as codes of E4M3 times a scale for each row say it.
+
+    A row's largest magnitude becomes the largest code, so that nothing saturates and no scale
+    overflows, as ``kernels.linear_w8a8.quantize_rows`` does it on a card. Float32.
+    """
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    scales = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+    return (x / scales).to(torch.float8_e4m3fn).float().mul_(scales)
 
 
 def _rounded(groups: Tensor) -> tuple[Tensor, Tensor]:

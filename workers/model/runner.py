@@ -37,12 +37,6 @@ class SequenceSlice:
     logits: bool
 
 
-def check_level(level: int, levels: int) -> None:
-    """Raise ValueError unless the weights have the level."""
-    if not 0 <= level < levels:
-        raise ValueError(f"level = {level}: must be 0 to {levels - 1}")
-
-
 class Levels(Protocol):
     """What computes in FP8 at which level, as ``PrecisionLevels`` says it."""
 
@@ -57,6 +51,10 @@ class Levels(Protocol):
 
     def fp8_head(self, level: int) -> bool:
         """Whether the LM head does."""
+        ...
+
+    def w8a8(self, level: int) -> bool:
+        """Whether the layers' activations are in FP8 too."""
         ...
 
 
@@ -102,11 +100,16 @@ class ModelRunner:
         """How many levels the weights have; those of a model that is not nested have one."""
         return self._levels.count
 
+    @property
+    def w8a8_rows(self) -> int:
+        """Steps of so many rows may be W8A8; 0: none."""
+        return self.decoder.levels.w8a8_rows
+
     @torch.inference_mode()
     def forward(
         self, slices: Sequence[SequenceSlice], level: int = 0, next_level: int | None = None
     ) -> Tensor:
-        """Compute ``slices`` in one step, at a level of 0 to ``levels - 1``.
+        """Compute ``slices`` in one step, at a level of 0 to ``levels - 1``, or ``levels``: W8A8.
 
         ``next_level``, that of the step to come, is for runners that launch ahead; unused here.
 
@@ -186,7 +189,7 @@ class ModelRunner:
         tokens = [token for part in slices for token in part.token_ids]
         tokens += [0] * (plan.padded_rows - len(tokens))
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.backend.device)
-        return self.decoder.forward(ids, plan, self.pool, in_fp8)
+        return self.decoder.forward(ids, plan, self.pool, in_fp8, self._levels.w8a8(level))
 
     def _validate(self, index: int, part: SequenceSlice) -> None:
         layout = self.pool.layout
