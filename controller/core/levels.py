@@ -38,7 +38,10 @@ def store_report(world: World, report: StoreReport) -> Verdict:
     for ticket in report.gone:
         _drop_ticket(world, store, ticket)
     for level in report.tickets:
+        known = level.ticket.seq in world.sequences
         sequence = world.sequence(level.ticket.seq)
+        if not known and level.ticket.order.epoch == world.epoch:
+            sequence.closed_ms = world.now_ms  # an order of ours: it was known then, and is over
         held = sequence.tickets.get(level.ticket)
         if held is None or held.store != store.id:
             sequence.tickets[level.ticket] = StoredTicket(store.id, level)

@@ -90,8 +90,11 @@ def _depart(
     """A run has left. Said again and again, so only the current run's word changes anything."""
     sequence = world.sequences.get(departed.seq)
     if sequence is None:
-        if departed.why is not Departure.SWAPPED:
+        ticket = departed.ticket
+        if departed.why is not Departure.SWAPPED or ticket is None:
             return
+        if ticket.order.epoch == world.epoch:
+            return  # an order of ours: it was known then, and is over
         sequence = world.sequence(departed.seq)
     level = sequence.residents.get(worker.id)
     if level is not None and level.run <= departed.run:

@@ -421,6 +421,29 @@ def test_a_departure_that_the_gateway_does_not_confirm_is_placed_anew() -> None:
     assert worker.runs[seq("r")].run > run
 
 
+def test_what_is_said_of_a_sequence_that_was_forgotten_makes_no_new_record() -> None:
+    """A swap-out ends after its request: the departure is repeated, the ticket turns up late."""
+    cluster, (worker,), gateway = cluster_of(3)
+    swap_out(cluster, gateway)
+    (out,) = [order for order in cluster.sent(SwapOut) if order.seq == seq("first")]
+    gateway.requests[seq("first")].cancelled = True
+    gateway.requests[seq("second")].cancelled = True
+    cluster.run(lambda: cluster.status()["sequences"] == [], rounds=20)
+    ticket = out.ticket
+    worker.departed[seq("first"), ticket.run] = Departed(
+        seq("first"), ticket.run, Departure.SWAPPED, ticket, 3, 3000
+    )
+    cluster.tell(worker.report())
+    assert cluster.status()["sequences"] == []
+    store = cluster.stores[StoreId("store")]
+    store.tickets[ticket] = TicketLevel(ticket, TicketState.COMMITTED, 10, 10, 1)
+    before = releases(cluster)
+    cluster.tell(store.report())
+    assert releases(cluster) == before + 1
+    cluster.round()
+    assert cluster.status()["sequences"] == []
+
+
 def test_a_second_controller_is_noticed() -> None:
     cluster, (worker,), _ = cluster_of(9)
     worker.epoch_seen = 5
