@@ -257,6 +257,65 @@ def bench_soak(
     raise typer.Exit(0 if ok else 1)
 
 
+@bench.command("cancels")
+def bench_cancels(
+    model: Model = "demo",
+    cancels: Annotated[int, typer.Option(min=1, help="That count.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Draws the requests and the moments.")] = 0,
+    output: Output = RESULTS,
+) -> None:
+    """Cancels in every state of a request: how soon is all that it held free?"""
+    with plain_errors():
+        from deepinfer.deploy.bench.cancels import run_cancels
+
+        ok = run_cancels(model=model, cancels=cancels, seed=seed, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
+
+
+@bench.command("deterministic")
+def bench_deterministic(
+    model: Model = "demo",
+    kv_cache_dtype: Annotated[str, typer.Option(help="KV dtype of the pools.")] = "fp16",
+    device: BenchDevice = "auto",
+    streams: Annotated[int, typer.Option(min=1, max=1_000_000, help="To compare.")] = 2000,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Different ones.")] = 500,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Clusters, one after another.")] = 4,
+    kills: Annotated[int, typer.Option(min=0, max=10_000, help="Of workers, by SIGKILL.")] = 20,
+    processes: Annotated[
+        int, typer.Option(min=1, max=256, help="That compute what requests answer alone.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of requests, their order, and kills.")] = 0,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no stream begins.")
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Streams over swaps, moves and kills beside each request alone; what the mode costs."""
+    with plain_errors():
+        from deepinfer.deploy.bench.deterministic import Plan, run_deterministic
+        from deepinfer.deploy.bench.hosts import find_host
+
+        ok = run_deterministic(
+            model=model,
+            kv_cache_dtype=kv_cache_dtype,
+            plan=Plan(
+                streams=streams,
+                requests=requests,
+                workers=workers,
+                rounds=rounds,
+                kills=kills,
+                processes=processes,
+                seed=seed,
+                budget_s=budget,
+            ),
+            output=output,
+            console=out,
+            host=find_host(device, out.print),
+        )
+    raise typer.Exit(0 if ok else 1)
+
+
 @bench.command("quality")
 def bench_quality(
     model: Model = "demo",
@@ -349,6 +408,7 @@ def bench_trace(
     ] = None,
     policies: Annotated[str, typer.Option(help="By commas.")] = "fp16,fp8,threshold,slo",
     seeds: Annotated[int, typer.Option(help="Parts of the trace that are replayed.")] = 5,
+    first_seed: Annotated[int, typer.Option(help="The first of these.")] = 0,
     seconds: Annotated[float, typer.Option(help="How long requests come.")] = 10.0,
     max_context: Annotated[
         int | None,
@@ -380,6 +440,7 @@ def bench_trace(
             rates=parse_rates(rates),
             policies=tuple(policies.split(",")),
             seeds=seeds,
+            first_seed=first_seed,
             seconds=seconds,
             max_context=max_context,
             alone=alone,
