@@ -223,6 +223,9 @@ def _import_ray() -> None:
         # ray.init turns token authentication on by itself where nobody chose.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's head keeps a record of each of the last 100,000 calls, orders to workers among them, and
+    # grows for hours by that; nobody reads them here.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Ray runs its workers at niceness 15, for batch jobs; these are servers.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would join a cluster named here; the launcher wants one of its own.

@@ -22,7 +22,9 @@ class Held:
 
     rss_bytes: int
     pss_bytes: int
-    """Pages shared by k processes count 1/k."""
+    """Pages shared by k processes count 1/k: it changes with who else runs."""
+    anon_bytes: int
+    """Memory of no file: the heap, and what grows with a leak."""
     pinned_bytes: int
     """Locked, or pinned for a device."""
     memfd_bytes: int
@@ -48,6 +50,7 @@ def held_by(pid: int) -> Held | None:
     return Held(
         rss_bytes=1024 * number(status, "VmRSS"),
         pss_bytes=1024 * number(rollup, "Pss"),
+        anon_bytes=1024 * number(rollup, "Anonymous"),
         pinned_bytes=1024 * (number(status, "VmLck") + number(status, "VmPin")),
         memfd_bytes=sum(_memfd_bytes(here / "fd" / fd) for fd in fds),
         fds=len(fds),

@@ -25,7 +25,7 @@ NUMBER = Limit(share=0.0, least=0.5)
 """Of descriptors, threads and records: not one more."""
 FIGURES: dict[str, tuple[Callable[[Held], float], Limit]] = {
     "rss_mib": (lambda held: held.rss_bytes / MIB, MEMORY),
-    "pss_mib": (lambda held: held.pss_bytes / MIB, MEMORY),
+    "anon_mib": (lambda held: held.anon_bytes / MIB, MEMORY),
     "pinned_mib": (lambda held: held.pinned_bytes / MIB, MEMORY),
     "memfd_mib": (lambda held: held.memfd_bytes / MIB, MEMORY),
     "fds": (lambda held: held.fds, NUMBER),
@@ -52,8 +52,7 @@ def figures(soak: Soak) -> dict[str, Any]:
     """Everything for the JSON."""
     tally, samples = soak.tally, soak.samples
     trends = _judged(samples)
-    ours = {name: found for name, found in trends.items() if not name.startswith(RAY)}
-    grown = sorted(f"{n} {f}" for n, found in ours.items() for f, t in found.items() if not t.flat)
+    grown, of_ray = _grown(trends, ray=False), _grown(trends, ray=True)
     rate = tally.swaps / soak.seconds if soak.seconds else 0.0
     least = _least_rate(samples)
     right = not (tally.wrong or tally.failed or soak.leaks or soak.restarts)
@@ -62,6 +61,7 @@ def figures(soak: Soak) -> dict[str, Any]:
         "as_it_should_be": soak.complete and right and not grown and bool(tally.swaps),
         "flat": not grown,
         "grown": grown,
+        "grown_of_ray": of_ray,
         "model": soak.model.name,
         "workers": soak.plan.workers,
         "pool_blocks": soak.pool_blocks,
@@ -117,6 +117,17 @@ def _judged(samples: list[Sample]) -> dict[str, dict[str, Trend]]:
     return found
 
 
+def _grown(trends: dict[str, dict[str, Trend]], *, ray: bool) -> list[str]:
+    """What is not flat, of Ray's own processes or of all others."""
+    return sorted(
+        f"{name} {figure}"
+        for name, found in trends.items()
+        if name.startswith(RAY) == ray
+        for figure, line in found.items()
+        if not line.flat
+    )
+
+
 def _steady(samples: list[Sample]) -> list[str]:
     """Names of the processes that were there nearly all the time; ours first."""
     seen: dict[str, int] = {}
@@ -163,13 +174,13 @@ def _series(samples: list[Sample]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = _steady(samples)
     for name in [name for name in names if not name.startswith(RAY)]:
-        for figure in ("rss_mib", "pss_mib", "fds"):
+        for figure in ("rss_mib", "anon_mib", "fds"):
             of = FIGURES[figure][0]
             found[f"{name} {figure}"] = thin(
                 (s.at_s, of(s.processes[name])) for s in samples if name in s.processes
             )
     rays = [name for name in names if name.startswith(RAY)]
-    for figure in ("pss_mib", "fds"):
+    for figure in ("rss_mib", "anon_mib", "fds"):
         of = FIGURES[figure][0]
         found[f"{RAY}all {figure}"] = thin(
             (s.at_s, sum(of(s.processes[name]) for name in rays if name in s.processes))
@@ -237,8 +248,8 @@ def plot(soak: Soak, path: Path) -> None:
     for name, points in found.items():
         hours = [at / 3600 for at, _ in points]
         values = [value for _, value in points]
-        if name.endswith(" pss_mib"):
-            memory.plot(hours, values, label=name.removesuffix(" pss_mib"), linewidth=1)
+        if name.endswith(" anon_mib"):
+            memory.plot(hours, values, label=name.removesuffix(" anon_mib"), linewidth=1)
         elif name.endswith(" fds"):
             fds.plot(hours, values, label=name.removesuffix(" fds"), linewidth=1)
         elif name in ("blocks_used", "controller_sequences", "gateway_kept", "store_tickets"):
@@ -252,7 +263,9 @@ def plot(soak: Soak, path: Path) -> None:
     if rates:
         swaps.axhline(median(rate for _, rate in rates), linestyle=":", color="gray")
     for axis, title in zip(
-        axes, ("PSS, MiB", "file descriptors", "records and blocks", "swaps a second"), strict=True
+        axes,
+        ("anonymous memory, MiB", "file descriptors", "records and blocks", "swaps a second"),
+        strict=True,
     ):
         axis.set_title(title)
         axis.set_xlabel("hours")
