@@ -17,6 +17,7 @@ import typer
 from deepinfer.deploy.bench.cli import MODEL_HELP, RESULTS, bench, result_folder
 from deepinfer.deploy.console import err, out, plain_errors, standard_input
 from deepinfer.deploy.interrupts import ending, exit_code, stop_signals
+from deepinfer.deploy.operate_cli import drain, restart
 from deepinfer.deploy.sampling import Sampling, sampling_options
 
 app = typer.Typer(
@@ -28,6 +29,8 @@ app = typer.Typer(
 model = typer.Typer(no_args_is_help=True, help="Get models.")
 app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")
+app.command()(drain)
+app.command()(restart)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token.")]
