@@ -54,6 +54,8 @@ class Plan:
     """Requests a second and worker; (): ``LOADS`` of what one worker can serve."""
     policies: tuple[str, ...] = POLICIES
     seeds: int = 5
+    first_seed: int = 0
+    """Seeds from here on: parts of the trace that no one has looked at before."""
     seconds: float = 10.0
     """Requests come for so long, on average."""
     max_context: int | None = None
@@ -83,6 +85,7 @@ class Plan:
         different = len(set(self.policies)) == len(self.policies)
         check("policies", bool(self.policies) and different, "different policies")
         check("seeds", 1 <= self.seeds <= 100, "between 1 and 100")
+        check("first_seed", 0 <= self.first_seed < 1 << 31, "between 0 and 2147483647")
         check("seconds", 0 < self.seconds <= 3600, "above 0, at most 3600")
         check("alone", 1 <= self.alone <= 1000, "between 1 and 1000")
         check("workers", 1 <= self.workers <= 10_000, "between 1 and 10000")
@@ -104,6 +107,7 @@ class Plan:
         parts = [f"deepinfer bench trace --trace {self.trace} --where {self.where}"]
         parts += [f"--rates {','.join(f'{rate:g}' for rate in rates)}"]
         parts += [f"--policies {','.join(self.policies)}", f"--seeds {self.seeds}"]
+        parts += [f"--first-seed {self.first_seed}"] if self.first_seed else []
         parts += [f"--seconds {self.seconds:g}", f"--max-context {self.context}"]
         parts += [f"--alone {self.alone}"]
         parts += [f"--workers {self.workers}"] if self.workers > 1 else []
@@ -132,7 +136,7 @@ def run_trace(plan: Plan, *, output: Path, console: Console) -> bool:
     """Replay, and write ``trace_<where>.json`` and ``.png``.
 
     For Mooncake's traces that is ``trace_<where>_mooncake``, for 1,000 workers
-    ``trace_<where>_1000``.
+    ``trace_<where>_1000``, from seed 5 on ``trace_<where>_from_5``.
 
     Returns whether requests were served without errors; the verdict on ``slo`` is in the result.
 
@@ -151,6 +155,7 @@ def run_trace(plan: Plan, *, output: Path, console: Console) -> bool:
         place.close()
     kind = "_mooncake" if arrivals[0].hash_ids else ""
     stem = f"trace_{plan.where}{kind}" + (f"_{plan.workers}" if plan.workers > 1 else "")
+    stem += f"_from_{plan.first_seed}" if plan.first_seed else ""
     write_result(output / f"{stem}.json", plan.command(rates), found)
     trace_report.draw(found, output / f"{stem}.png", console)
     for shown in trace_report.tables(found):
@@ -193,7 +198,8 @@ def measure(
             tpot_target_ms=tight * alone.tpot_ms,
         )
         for number, rate in enumerate(rates):
-            for seed in range(plan.seeds):
+            for place_of_seed in range(plan.seeds):
+                seed = plan.first_seed + place_of_seed
                 steps.tell(f"{policy}, {rate:g}/s, seed {seed}")
                 asks = window(
                     arrivals,
@@ -202,7 +208,7 @@ def measure(
                     count=max(2, round(rate * plan.seconds * place.workers)),
                     rate=rate * place.workers,
                     seed=seed,
-                    lap=64 * (1 + number * plan.seeds + seed),
+                    lap=64 * (1 + number * plan.seeds + place_of_seed),
                 )
                 replayed = place.serve(asks, settings, seed)
                 cells.setdefault((rate, policy), []).append(cell(replayed, alone))
@@ -213,6 +219,7 @@ def measure(
         "place": place.facts(),
         "seconds": plan.seconds,
         "seeds": plan.seeds,
+        "first_seed": plan.first_seed,
         "alone": {
             "requests": alone.requests,
             "ttft_mean_ms": alone.ttft_ms,

@@ -187,6 +187,11 @@ def test_planes_of_an_arena_lie_alone() -> None:
             held = sum(getattr(each, plane).numel() for each in layer_weights(layer))
             size = parts[0].untyped_storage().nbytes()
             assert held <= size < held + 4 * 128
+    head = weights.head
+    assert isinstance(head, NestedWeight)
+    assert head.lower is not None
+    for plane in (head.upper, head.lower):
+        assert head.upper.numel() <= plane.untyped_storage().nbytes() < head.upper.numel() + 128
 
 
 class FakeTimer:
@@ -210,7 +215,8 @@ class FakeTimer:
         finally:
             self.runner._compute = compute  # type: ignore[method-assign]
         ((rows, context, level),) = seen
-        return (100 + rows + context / 100) * (1 if level == 0 else 0.5) * 1e-6
+        shares = {0: 1.0, self.runner.levels - 1: 0.5, self.runner.levels: 0.25}
+        return (100 + rows + context / 100) * shares[level] * 1e-6
 
 
 def test_costs_are_those_of_steps_at_each_level() -> None:
@@ -228,6 +234,11 @@ def test_costs_are_those_of_steps_at_each_level() -> None:
         assert cost.predict(20, 0) == pytest.approx(120 * (1 - share / 2))
         assert cost.us_per_context_token == pytest.approx(0.01 * (1 - share / 2))
     assert torch.equal(runner.pool.storage[:BLOCKS], before)
+    large = nested_runner(rows=16, sequences=4, w8a8_rows=8)
+    first, last = measure_costs(large, FakeTimer(large), limit_s=60)
+    assert first.us == tuple(pytest.approx(100 + rows) for rows in (1, 2, 4, 8, 16))
+    w8a8 = {8: 27.0, 16: 29.0}
+    assert last.us == tuple(pytest.approx(w8a8.get(rows, 50 + rows / 2)) for rows in first.rows)
     assert measure_costs(cpu_runner(replace(QWEN2, layers=1)), FakeTimer(runner)) == ()
     short = measure_costs(runner, FakeTimer(runner), limit_s=0)
     assert [type(cost) for cost in short] == [StepCost] * 4

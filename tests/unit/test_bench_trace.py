@@ -378,6 +378,7 @@ def test_slo_has_the_least_share_of_fp8_tokens_of_those_that_keep_the_gain(
         ("policies", ("fp16", "best"), "policies: precision = 'best': must be one of"),
         ("policies", ("fp16", "fp16"), "policies = .* different"),
         ("seeds", 0, "seeds = 0: must be between 1 and 100"),
+        ("first_seed", -1, "first_seed = -1: must be between 0 and"),
         ("seconds", 0.0, "seconds = 0.0: must be above 0"),
         ("alone", 0, "alone = 0: must be between"),
         ("max_context", 8, "max_context = 8: must be between 64 and"),
@@ -434,5 +435,12 @@ def test_a_whole_run(tmp_path: Path) -> None:
     shares = found["rates"][1]["policies"]
     assert shares["fp8"]["fp8_share_of_tokens"]["mean"] == 1.0
     assert shares["fp16"]["fp8_share_of_tokens"]["mean"] == 0.0
+    later = replace(plan, rates=(40.0,), seeds=1, first_seed=1)
+    assert run_trace(later, output=tmp_path, console=console)
+    again = json.loads((tmp_path / "trace_simulate_from_1.json").read_text())
+    assert "--seeds 1 --first-seed 1 " in again["command"]
     cells = {(one["rate"], one["policy"]): one["seeds"] for one in found["cells"]}
+    for one in again["cells"]:  # the same part of the trace
+        (seed,), (_, before) = one["seeds"], cells[40.0, one["policy"]]
+        assert seed["tokens"] == before["tokens"]
     assert [one["requests"] for one in cells[40.0, "slo"]] == [20, 20]

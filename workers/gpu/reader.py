@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -32,7 +33,7 @@ class WeightForm:
 
 
 class PlaneArena:
-    """Room for the planes of one layer, ``size`` bytes of either, in two allocations.
+    """Room for the planes of one layer, or of the head: ``size`` bytes of either, two allocations.
 
     Made before anything else of the layer is read, so that what is only needed on the way leaves
     no holes between what stays. Without ``lower`` there is no room for lower planes.
@@ -143,10 +144,17 @@ class TensorReader:
             gate_half, up_half = (F.pad(part, (0, 0, 0, padding)) for part in (gate_half, up_half))
         return F16Weight(interleave_gate_up(gate_half, up_half), bias)
 
-    def head(self, name: str) -> F16Weight | NestedWeight:
-        """The LM head."""
-        parts = self.nested([name], whole=not self._form.upper_head)
-        return F16Weight(self.half(name)) if parts is None else parts[0]
+    def head(self, name: str, *, nested: bool = False) -> F16Weight | NestedWeight:
+        """The LM head; ``nested``: of a model that is."""
+        whole = not self._form.upper_head
+        arena = None
+        if nested:
+            size = math.prod(self._source.shapes()[name])
+            arena = PlaneArena(aligned(size), self._device, lower=whole)
+        parts = self.nested([name], whole=whole)
+        if parts is None:
+            return F16Weight(self.half(name))
+        return parts[0] if arena is None else arena.place(parts[0])
 
     def packed(self, names: Sequence[str]) -> QuantizedTensor | None:
         """4-bit matrices one below the other, if the checkpoint has all of them so."""

@@ -98,10 +98,10 @@ def load_weights(
     head: F16Weight | NestedWeight
     embedding: Tensor | NestedWeight
     if config.tied_embeddings:
-        head = reader.head(EMBEDDING)
+        head = reader.head(EMBEDDING, nested=model.nested)
         embedding = head.weight if isinstance(head, F16Weight) else head
     else:
-        head = reader.head("lm_head.weight")
+        head = reader.head("lm_head.weight", nested=model.nested)
         embedding = reader.half(EMBEDDING)
     layers = []
     for index in range(config.layers):
