@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from deepinfer.deploy.bench.cli import MODEL_HELP, RESULTS, bench, result_folder
+from deepinfer.deploy.chaos.cli import chaos
 from deepinfer.deploy.console import err, out, plain_errors, standard_input
 from deepinfer.deploy.interrupts import ending, exit_code, stop_signals
 from deepinfer.deploy.operate_cli import drain, restart
@@ -29,6 +30,7 @@ app = typer.Typer(
 model = typer.Typer(no_args_is_help=True, help="Get models.")
 app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")
+app.command()(chaos)
 app.command()(drain)
 app.command()(restart)
 

@@ -15,7 +15,7 @@ from deepinfer.client import (
     Timings,
     Usage,
 )
-from support.chaos_history import Faults, History
+from deepinfer.deploy.chaos.history import Faults, History
 
 EXPECTED = (5, 6, 7, 8)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.chaos.history import Faults
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.models import resolve_model
 from deepinfer.deploy.oracle import Question, unpressed
 from deepinfer.proto.failpoints import PLACES, Place
 from support.chaos import Chaos, Kill, chaos_folder, summary, tight_pool
-from support.chaos_history import Faults
 from support.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]

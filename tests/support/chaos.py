@@ -22,11 +22,11 @@ from typing import Any
 
 from deepinfer.client import AsyncClient, Unavailable
 from deepinfer.deploy.bench.results import percentile
+from deepinfer.deploy.chaos.history import Faults, History
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
 from deepinfer.deploy.oracle import Answer, Question
 from deepinfer.proto.failpoints import FOLDER_VARIABLE, Place
-from support.chaos_history import Faults, History
 
 log = logging.getLogger(__name__)
 

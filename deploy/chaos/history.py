@@ -11,16 +11,20 @@ from deepinfer.client import Accepted, Delta, Event, Finished, Notice
 
 @dataclass(slots=True)
 class History:
-    """Everything one stream delivered, as it was delivered."""
+    """Everything one stream delivered, as it was delivered; times are of ``perf_counter``."""
 
     expected: tuple[int, ...]
     request: str = ""
+    gateway: str = ""
+    """The one that accepted it, or took it over last."""
+    error: str = ""
+    """How the SDK gave it up."""
     events: list[tuple[float, Event]] = field(default_factory=list)
 
     def hear(self, event: Event) -> None:
         self.events.append((time.perf_counter(), event))
         if isinstance(event, Accepted):
-            self.request = event.request_id
+            self.request, self.gateway = event.request_id, event.gateway
 
     @property
     def tokens(self) -> int:
@@ -28,7 +32,7 @@ class History:
 
     @property
     def ended(self) -> bool:
-        return any(isinstance(e, Finished) for _, e in self.events)
+        return bool(self.error) or any(isinstance(e, Finished) for _, e in self.events)
 
     def faults(self) -> Faults:
         """Hold every delivery against the expected ids."""
@@ -65,14 +69,54 @@ class History:
                 return at - since
         return None
 
+    def next_token_s(self, since: float) -> float | None:
+        """From ``since`` to the next token; None if none came."""
+        return next((at - since for at, e in self.events if at >= since and _is_token(e)), None)
+
     def paused_s(self, since: float) -> float:
         """The longest time without a token from ``since`` on."""
-        times = [since, *(at for at, e in self.events if isinstance(e, Delta) and at >= since)]
+        times = [since, *(at for at, e in self.events if _is_token(e) and at >= since)]
         return max((b - a for a, b in pairwise(times)), default=0.0)
+
+    def intervals_s(self, begin: float, end: float) -> list[float]:
+        """Times between tokens that follow each other within [begin, end], in seconds a token.
+
+        Only of one run: across a swap or a move, waiting would be counted.
+        """
+        found: list[float] = []
+        before: float | None = None
+        for at, event in self.events:
+            if isinstance(event, Notice):
+                before = None
+            elif isinstance(event, Delta):
+                if before is not None and begin <= at <= end:
+                    found.append((at - before) / max(1, len(event.token_ids)))
+                before = at
+        return found
+
+    def marks(self, since: float) -> list[tuple[int, str]]:
+        """(milliseconds from ``since``, what came): "." for tokens, a notice's kind, or "end"."""
+        found = []
+        for at, event in self.events:
+            what = "." if _is_token(event) else ""
+            what = event.kind if isinstance(event, Notice) else what
+            what = "end" if isinstance(event, Finished) else what
+            if what:
+                found.append((round((at - since) * 1e3), what))
+        return found
+
+    def count(self, name: str) -> int:
+        """A count of ``SwapStats``, as its gateway had it at the end."""
+        ends = [e.choice.swaps for _, e in self.events if isinstance(e, Finished)]
+        return sum(getattr(end, name) for end in ends)
 
     @property
     def swaps(self) -> int:
-        return sum(e.choice.swaps.swaps for _, e in self.events if isinstance(e, Finished))
+        return self.count("swaps")
+
+
+def _is_token(event: Event) -> bool:
+    return isinstance(event, Delta)
 
 
 @dataclass(frozen=True, slots=True)

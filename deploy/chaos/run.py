@@ -1,0 +1,78 @@
+"""``deepinfer chaos`` from the command line's values to the files it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deepinfer.deploy.bench.plots import check_plots
+from deepinfer.deploy.bench.results import write_result
+from deepinfer.deploy.chaos.campaign import Campaign, Runner
+from deepinfer.deploy.chaos.journal import Journal
+from deepinfer.deploy.chaos.report import draw, summary, table, typical, verdict
+from deepinfer.deploy.models import check_model, resolve_model
+
+
+def run_chaos(campaign: Campaign, output: Path, command: str, console: Console) -> bool:
+    """Run what is left of a campaign; write its journal, JSON and picture.
+
+    ``output`` is the JSON; beside it come ``.trials.jsonl`` (the journal, from which a campaign
+    goes on), ``.png``, and a folder ``.logs`` if something was wrong.
+
+    Returns:
+        Whether every trial is through, and all of them were right.
+
+    Raises:
+        ConfigError: the journal is of another campaign, or matplotlib is missing.
+        LaunchError: the unpressed answers could not be computed.
+        ModelUnavailableError: there is no such model.
+    """
+    check_plots()
+    journal = Journal.open(output.with_suffix(".trials.jsonl"), campaign.header())
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    model = resolve_model(campaign.model)
+    runner = Runner(
+        campaign=campaign,
+        journal=journal,
+        model=model,
+        vocabulary=check_model(model).vocab_size,
+        faults=output.with_suffix(".logs"),
+        say=say,
+    )
+    if journal.trials:
+        say(f"{len(journal.counted)} of {campaign.kills} trials are in {journal.path}")
+    try:
+        runner.run()
+    finally:
+        if journal.trials:
+            figures = _figures(campaign, journal, runner)
+            write_result(output, command, figures)
+            draw(journal.trials, output.with_suffix(".png"), verdict(figures))
+            title = f"{campaign.target}, {campaign.path}, {campaign.device}"
+            console.print(table(figures, title))
+            say(verdict(figures))
+    return not journal.left(campaign.kills) and all(trial.right for trial in journal.trials)
+
+
+def _figures(campaign: Campaign, journal: Journal, runner: Runner) -> dict[str, Any]:
+    shown = typical(journal.counted)
+    return (
+        {"campaign": campaign.header() | {"kills": campaign.kills, "jobs": campaign.jobs}}
+        | summary(journal.trials, journal.missed)
+        | {
+            "starts_s": runner.starts_s,
+            "broken": runner.broken,
+            "unreached": runner.unreached,
+            "typical": None if shown is None else asdict(shown),
+            "rows": [
+                {name: value for name, value in asdict(trial).items() if name != "timeline"}
+                for trial in journal.trials
+            ],
+        }
+    )
