@@ -22,7 +22,8 @@ class SdpaModel:
     Weights are rounded to float16 first whatever the dtype, as the native model holds them: in
     float32 it is what both are measured against. Norms are computed in float32.
 
-    ``kept`` is what becomes of K (after RoPE) and V ``[tokens, kv_heads, head_dim]`` in a cache.
+    ``kept`` is what becomes of K (after RoPE) and V ``[tokens, kv_heads, head_dim]`` in a cache,
+    ``rounded`` what becomes of the float32 rows that layers, but not the head, multiply.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class SdpaModel:
         dtype: torch.dtype,
         device: torch.device,
         kept: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        rounded: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config = model.config
         self._dtype = dtype
         self._device = device
         self._kept = kept
+        self._activation = rounded
         names = model.weights.shapes()
         self._tensors = {name: self._rounded(model.weights.read(name)) for name in names}
         self._rope = RopeTable(model.config, torch.device("cpu"))
@@ -95,6 +98,8 @@ class SdpaModel:
         return (wide * scale).to(self._dtype) * self._tensors[f"{name}.weight"]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
+        if self._activation is not None:
+            x = self._activation(x.float()).to(self._dtype)
         return F.linear(x, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
 
     def _rounded(self, weight: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.bench.steps import Steps, counted
 from deepinfer.deploy.bench.trace_costs import ASSUMED, capacity, read_costs
 from deepinfer.deploy.bench.trace_figures import (
+    AIM,
     MULTIPLES,
     Alone,
     cell,
@@ -188,7 +189,7 @@ def measure(
     steps.tell("one at a time")
     alone = serve_alone(plan, place, arrivals, words, shape)
     steps.advance()
-    tight = MULTIPLES["tight"]
+    tight = MULTIPLES[AIM]
     cells: dict[tuple[float, str], list[dict[str, Any]]] = {}
     # By policy first: a cluster is started for each.
     for policy in plan.policies:
@@ -229,7 +230,7 @@ def measure(
             name: {"ttft": factor * alone.ttft_ms, "tpot": factor * alone.tpot_ms}
             for name, factor in MULTIPLES.items()
         },
-        "slo_targets": "tight",
+        "slo_targets": AIM,
         "rates": (
             summary := [
                 {

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepinfer.deploy.bench.plots import axes_in_a_row, write_plot
-from deepinfer.deploy.bench.trace_figures import GAIN, KEEP, NEAR
+from deepinfer.deploy.bench.trace_figures import AIM, GAIN, KEEP, NEAR
 
 COLOURS: Final = {"fp16": "tab:blue", "fp8": "tab:red", "threshold": "tab:gray", "slo": "tab:green"}
 
@@ -68,8 +68,9 @@ def judgement(found: dict[str, Any]) -> str:
         lines.append(f"{level} targets: slo {holds}: " + "; ".join(parts))
     wanted = f"{100 * KEEP:.0f}% of gains of {100 * GAIN:.0f} points or more"
     lines.append(
-        f"(wanted: {wanted}, with the least share of FP8 tokens of all policies that keep as much; "
-        f"elsewhere at most {100 * NEAR:.0f} below FP16; never below threshold)"
+        f"(wanted: {wanted}, for the {AIM} targets, which slo is given, with the least share of "
+        f"FP8 tokens of all policies that keep as much; elsewhere at most {100 * NEAR:.0f} below "
+        "FP16; never below threshold)"
     )
     return "\n".join(lines)
 
@@ -84,7 +85,7 @@ def _beside(one: dict[str, Any]) -> str:
     """The shares of the policies that keep as much."""
     others = one["shares_of_others_that_keep_it"].items()
     shown = ", ".join(f"{name} {100 * share:.0f}%" for name, share in others)
-    least = ", the least share" if one["least_share"] else ", NOT THE LEAST SHARE"
+    least = ", the least share" if one["least_share"] else ", not the least share"
     return least + (f" (of {shown})" if shown else "")
 
 

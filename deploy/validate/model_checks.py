@@ -22,6 +22,7 @@ from deepinfer.kvstore.core.layout import KvDtype, KvLayout, resolve_kv_dtype
 from deepinfer.workers.backends.cpu import quantise_int8
 from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.model.decoder import kv_layout
+from deepinfer.workers.model.rounding import round_rows_to_e4m3
 from deepinfer.workers.model.runner import SequenceSlice
 from deepinfer.workers.model.weights import LoadedModel
 
@@ -48,6 +49,8 @@ class Trial:
     mixed: int
     level: int = 0
     load_values: Callable[[], LoadedModel] | None = None
+    w8a8: bool = False
+    """``level`` is W8A8: only steps with prompts are looked at, and ``chunk`` tokens must do."""
 
     @property
     def blocks(self) -> int:
@@ -91,7 +94,8 @@ def model_checks(
             own = _logits(trial, torch.float16, device, kept)
             for name, (rows, found) in native.items():
                 what = f"{trial.name} {dtype} {name}"
-                yield beside(what, found, exact[rows], own[rows], exactly=kept is None)
+                exactly = kept is None and not trial.w8a8
+                yield beside(what, found, exact[rows], own[rows], exactly=exactly)
 
         yield Check("model", dtype, trial.name, run)
 
@@ -99,7 +103,7 @@ def model_checks(
 def beside(what: str, found: Tensor, exact: Tensor, own: Tensor, *, exactly: bool) -> Accuracy:
     """Root mean squares of the errors of ``found`` and ``own``, logits of the same rows.
 
-    ``exactly``: K and V are kept as they are.
+    ``exactly``: K, V and activations are kept as they are.
     """
     if not bool(torch.isfinite(found).all()):
         raise Miss(f"{what}: logits are not finite")
@@ -127,6 +131,8 @@ def _steps(runner: GpuRunner, trial: Trial) -> dict[str, tuple[list[int], Tensor
     def logits(slices: list[SequenceSlice]) -> Tensor:
         return runner.forward(slices, trial.level).clone()
 
+    if trial.w8a8:
+        return {"prompt in chunks": (list(range(trial.prompt)), torch.cat(chunks))}
     singles = [logits([at(place)]) for place in range(trial.prompt, last)]
     wide = logits([at(place) for place in range(last - trial.wide, last)])
     beside_prompt = [at(place) for place in range(last - trial.mixed, last)]
@@ -146,7 +152,8 @@ def _logits(
     device: torch.device,
     kept: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
 ) -> Tensor:
-    model = SdpaModel((trial.load_values or trial.load)(), dtype, device, kept)
+    rounded = round_rows_to_e4m3 if trial.w8a8 else None
+    model = SdpaModel((trial.load_values or trial.load)(), dtype, device, kept, rounded)
     try:
         return model.logits(list(trial.ids))
     finally:

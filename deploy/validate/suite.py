@@ -20,17 +20,20 @@ from deepinfer.deploy.validate.sampling_checks import sampling_checks
 from deepinfer.deploy.validate.scope import Scope, make_scope
 from deepinfer.deploy.validate.subject import Subject, random_ids
 from deepinfer.kernels.compiler import device_target
+from deepinfer.kernels.linear_w8a8 import CAPABILITY_MIN
 from deepinfer.kvstore.core.layout import KvLayout
 from deepinfer.workers.gpu.card import Card
 from deepinfer.workers.gpu.opening import StepSizes, open_gpu
 from deepinfer.workers.gpu.runner import GpuRunner
-from deepinfer.workers.gpu.settings import GpuSettings
+from deepinfer.workers.gpu.settings import GpuSettings, NestedSettings
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.nested import nest
 from deepinfer.workers.model.weights import LoadedModel
 
 _HOPPER_TARGET: Final = "sm_90a"
 _TOKENS: Final = 384
+_W8A8_CHUNK: Final = 192
+"""Tokens of a step that has its activations in FP8: as many as are computed, with none padded."""
 
 _SMALL: Final = ModelConfig(
     family="qwen2",
@@ -99,6 +102,8 @@ def card_checks(subject: Subject, card: Card, *, quick: bool) -> list[Check]:
         nested[subject.name] = (config, subject.load)
     for name, (shape, load) in nested.items():
         trials += nested_trials(name, load, random_ids(shape, _TOKENS), card.device)
+    if card.capability < CAPABILITY_MIN or not device_target().startswith("sm_"):
+        trials = [trial for trial in trials if not trial.w8a8]
     for trial in trials:
         checks += model_checks(trial, ("fp16",), card_opener(card, trial), card.device)
     return checks
@@ -129,7 +134,7 @@ def make_trial(name: str, load: Callable[[], LoadedModel], ids: tuple[int, ...])
 def nested_trials(
     name: str, load: Callable[[], LoadedModel], ids: tuple[int, ...], device: torch.device
 ) -> Iterator[Trial]:
-    """A model, nested, at both of its levels."""
+    """A model, nested, at both of its levels and in W8A8."""
 
     def nested() -> LoadedModel:
         return nest(load())
@@ -140,6 +145,15 @@ def nested_trials(
         level=1,
         load_values=lambda: fp8_model(nested(), device),
     )
+    whole = len(ids) // _W8A8_CHUNK * _W8A8_CHUNK
+    yield replace(
+        make_trial(f"{name}, nested, W8A8", nested, ids),
+        prompt=whole,
+        chunk=_W8A8_CHUNK,
+        level=2,
+        w8a8=True,
+        load_values=lambda: fp8_model(nested(), device),
+    )
 
 
 def card_opener(card: Card, trial: Trial) -> Opener:
@@ -148,6 +162,7 @@ def card_opener(card: Card, trial: Trial) -> Opener:
     def open_runner(model: LoadedModel, layout: KvLayout) -> GpuRunner:
         settings = GpuSettings(fill_card=False, probe=False)
         sizes = StepSizes(rows=256, sequences=trial.wide)
-        return open_gpu(card, model, layout, settings, sizes, trial.blocks).runner
+        nested = NestedSettings(w8a8=True) if trial.w8a8 else None
+        return open_gpu(card, model, layout, settings, sizes, trial.blocks, nested=nested).runner
 
     return open_runner

@@ -106,7 +106,7 @@ def test_a_kernel_that_is_a_little_wrong_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_emulator
-@pytest.mark.parametrize("kind", ["plain", "4 bits", "nested", "FP8"])
+@pytest.mark.parametrize("kind", ["plain", "4 bits", "nested", "FP8", "W8A8"])
 def test_models_are_held_to_what_torch_itself_errs(kind: str) -> None:
     def load() -> LoadedModel:
         return random_w4_model(MODEL) if kind == "4 bits" else random_model(MODEL)
@@ -119,18 +119,20 @@ def test_models_are_held_to_what_torch_itself_errs(kind: str) -> None:
             kv_cache_dtype=layout.dtype.name,
             blocks=trial.blocks,
             levels=2 if model.nested else 1,
+            w8a8_rows=12 if kind == "W8A8" else 0,
         )
 
     cpu = torch.device("cpu")
     ids = random_ids(MODEL, 45)
-    fp16, fp8 = suite.nested_trials("tiny", load, ids, cpu)
-    made = {"nested": fp16, "FP8": fp8}.get(kind) or suite.make_trial("tiny", load, ids)
+    fp16, fp8, w8a8 = suite.nested_trials("tiny", load, ids, cpu)
+    nested = {"nested": fp16, "FP8": fp8, "W8A8": w8a8}
+    made = nested.get(kind) or suite.make_trial("tiny", load, ids)
     trial = dataclasses.replace(made, prompt=37, chunk=20, wide=6, mixed=2)
     dtypes = ("fp16", "int8") if kind == "plain" else ("fp16",)
     with emulated_gpu():
         outcomes = [perform(check, "") for check in model_checks(trial, dtypes, open_runner, cpu)]
     assert [each.misses for each in outcomes] == [()] * len(dtypes)
-    assert [each.results for each in outcomes] == [4] * len(dtypes)
+    assert [each.results for each in outcomes] == [1 if kind == "W8A8" else 4] * len(dtypes)
     assert all(0 < each.error < 0.1 for each in outcomes)
 
 

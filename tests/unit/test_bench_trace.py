@@ -360,7 +360,7 @@ def test_slo_has_the_least_share_of_fp8_tokens_of_those_that_keep_the_gain(
     (one,) = found["rates"]
     assert (one["least_share"], one["holds"], found["holds"]) == (least, least, least)
     shown = trace_report.judgement({"verdict": {"tight": found}})
-    assert ("NOT THE LEAST SHARE" in shown) is not least
+    assert ("not the least share" in shown) is not least
     assert "with 25% (25-25) FP8 tokens" in shown
     assert "fp8 25%" in shown
 
