@@ -17,9 +17,11 @@ import typer
 from deepinfer.deploy.bench.cli import MODEL_HELP, RESULTS, bench, result_folder
 from deepinfer.deploy.chaos.cli import chaos
 from deepinfer.deploy.console import err, out, plain_errors, standard_input
+from deepinfer.deploy.fuzz.cli import fuzz
 from deepinfer.deploy.interrupts import ending, exit_code, stop_signals
 from deepinfer.deploy.operate_cli import drain, restart
 from deepinfer.deploy.sampling import Sampling, sampling_options
+from deepinfer.deploy.sim.cli import simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,9 +32,11 @@ app = typer.Typer(
 model = typer.Typer(no_args_is_help=True, help="Get models.")
 app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")
-app.command()(chaos)
 app.command()(drain)
 app.command()(restart)
+app.command()(chaos)
+app.command()(fuzz)
+app.command()(simulate)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token.")]
@@ -212,6 +216,16 @@ def up(
     ] = None,
     orphan_grace: Annotated[
         float | None, typer.Option(help="Seconds a request outlives its client's stream.")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a request may take in all.")
+    ] = None,
+    step_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a worker whose step has not ended gives up."),
+    ] = None,
+    unread_timeout: Annotated[
+        float | None, typer.Option(help="Seconds until the stream of an idle reader is ended.")
     ] = None,
     grace: Annotated[
         float | None,
@@ -418,20 +432,6 @@ def demo(
             console=out,
         )
     raise typer.Exit(0 if ok else 1)
-
-
-@app.command()
-def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 1000,
-    start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
-    trace: Annotated[bool, typer.Option(help="Print every event (for one seed).")] = False,
-) -> None:
-    """Run the production cores under seeded faults and check every history."""
-    with plain_errors():
-        from deepinfer.deploy.sim.simulate import run
-
-        raise typer.Exit(run(seeds=seeds, start=start, jobs=jobs, trace=trace))
 
 
 @app.command()

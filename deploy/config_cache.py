@@ -44,6 +44,8 @@ class CacheSize(BaseModel):
         if match is None:
             raise ValueError(f"max_cache = {text!r}: must be {allowed}")
         number, unit = float(match[1]), match[2].lower()
+        if number > 1 << 60:  # among them what a float takes for infinity
+            raise ValueError(f"max_cache = {text[:40]!r}: must be at most 2**60 of anything")
         if unit in ("block", "blocks"):
             if number < 1 or number != int(number):
                 raise ValueError(f"max_cache = {text!r}: must be a whole number of blocks from 1")

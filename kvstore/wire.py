@@ -28,7 +28,10 @@ class WireError(ValueError):
     """A message that no correct peer sends: names the field, its value and what is legal."""
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
-        super().__init__(f"{name} = {value!r}: must be {allowed}")
+        shown = repr(value)
+        if len(shown) > 80:  # a frame may hold a megabyte of anything
+            shown = f"{shown[:77]}..."
+        super().__init__(f"{name} = {shown}: must be {allowed}")
 
 
 # ---- protobuf -----------------------------------------------------------------------------------

@@ -11,10 +11,14 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from deepinfer.text.chat_sandbox import BoundedEnvironment, checked_padding, metered
 from deepinfer.text.errors import ChatMessageError, ChatTemplateError
 
+_FAILURES = (
+    TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
+    MemoryError,
+)  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = frozenset({"role", "content", "name"})
 
@@ -23,16 +27,17 @@ class ChatTemplate:
     """A compiled chat template.
 
     It comes with the model, so it is untrusted: it sees only what is passed in, may not change
-    it, and has no attribute access to Python. The dialect is that of Hugging Face's
-    ``apply_chat_template``: trimmed blocks, loop controls, ``raise_exception``, ``strftime_now``,
-    ``tojson`` without HTML escapes, and ``{% generation %}``, which marks without changing.
+    it, has no attribute access to Python, and is bounded (``chat_sandbox``). The dialect is that of
+    Hugging Face's ``apply_chat_template``: trimmed blocks, loop controls, ``raise_exception``,
+    ``strftime_now``, ``tojson`` without HTML escapes, and ``{% generation %}``, which marks without
+    changing.
     """
 
     def __init__(
         self, source: str, *, bos_token: str | None = None, eos_token: str | None = None
     ) -> None:
         """Compile ``source``; raises :class:`ChatTemplateError` with the line that is wrong."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -41,6 +46,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error}") from error
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            # Of the Python that it is compiled to: a break outside of a loop.
+            raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self.source = source
         self.bos_token = bos_token
         self.eos_token = eos_token
@@ -67,7 +75,7 @@ class ChatTemplate:
             return (now or datetime.now().astimezone()).strftime(format_)
 
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 messages=checked,
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
@@ -75,9 +83,10 @@ class ChatTemplate:
                 strftime_now=strftime_now,
                 **self._variables,
             )
+            return "".join(metered(pieces))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
-        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except _FAILURES as error:
             # A template is a program: "1" + 1 in it raises what Python raises.
             raise ChatTemplateError(
                 f"the chat template failed: {type(error).__name__}: {error}"
@@ -139,6 +148,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    checked_padding(indent)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -27,6 +27,7 @@ def worker_report(world: World, report: WorkerReport) -> Verdict:
     verdict = worker.link.judge(report, world.now_ms, world.config.settle_ms)
     if verdict is Verdict.NEW_LIFE:
         lose_worker(world, worker)
+        worker = world.pools.get(report.worker)  # which forgets who is no member yet
     elif verdict is not Verdict.APPLY:
         return verdict
     worker.link.take(report.incarnation, report.number, world.now_ms)

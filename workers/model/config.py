@@ -35,6 +35,16 @@ class UnsupportedModelError(ValueError):
     """A checkpoint asks for something this decoder does not compute; the message names it."""
 
 
+def check_size(field: str, value: object) -> None:
+    """Raise UnsupportedModelError for a size that is absurd; readers ask before they use one."""
+    largest = _SIZES_MAX[field]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+        raise UnsupportedModelError(
+            f"{field} must be a whole number from 1 to {largest}, got {shown}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shapes and switches of a decoder-only transformer.
@@ -74,13 +84,8 @@ class ModelConfig:
     fused_projections: bool = False
 
     def __post_init__(self) -> None:
-        for field, largest in _SIZES_MAX.items():
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-                shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-                raise UnsupportedModelError(
-                    f"{field} must be a whole number from 1 to {largest}, got {shown}"
-                )
+        for field in _SIZES_MAX:
+            check_size(field, getattr(self, field))
         if self.heads % self.kv_heads:
             raise UnsupportedModelError(
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError
+from deepinfer.workers.model.config import ModelConfig, UnsupportedModelError, check_size
 from deepinfer.workers.model.gguf_file import GgufFile, GgufTensor, Scalar
 from deepinfer.workers.model.weights import CheckpointError, RowLookup, row_lookup
 
@@ -200,6 +200,8 @@ def _checked_config(file: GgufFile, architecture: str, fields: _Fields) -> Model
             f"rope.dimension_count {rotated} of head_dim {head_dim}: partial RoPE is not supported "
             f"in {architecture} models"
         )
+    for size in (head_dim, rotated):
+        check_size("head_dim", size)  # RoPE's divisors are as many as half of it
     positions = fields.integer("context_length")
     rope = _rope(file, fields, rotated)
     limits: list[tuple[int, str | None]] = [(positions, None)]

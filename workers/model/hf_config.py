@@ -11,6 +11,7 @@ from deepinfer.workers.model.config import (
     SUPPORTED_ARCHITECTURES,
     ModelConfig,
     UnsupportedModelError,
+    check_size,
 )
 from deepinfer.workers.model.fields import Fields, shown
 from deepinfer.workers.model.quantization import quantization_from_hf
@@ -61,6 +62,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     layers = fields.integer("num_hidden_layers")
     positions = fields.integer("max_position_embeddings")
     head_dim = _head_dim(fields, family, hidden, heads)
+    check_size("head_dim", head_dim)  # RoPE's divisors are as many as half of it
+    check_size("max_positions", positions)
     rope = _rope(fields, family, head_dim, positions)
     limit = _limit(positions, _window(fields, family, layers), rope.positions)
     attention_bias = fields.flag("attention_bias")

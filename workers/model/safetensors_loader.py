@@ -146,7 +146,9 @@ class SafetensorsWeights:
     def read(self, name: str) -> Tensor:
         """One tensor, a view of the mapped file in its stored dtype."""
         entry = self._entry(name)
-        return torch.frombuffer(entry.file.bytes_of(entry), dtype=entry.dtype).view(entry.shape)
+        if not (stored := entry.file.bytes_of(entry)):
+            return torch.empty(entry.shape, dtype=entry.dtype)  # frombuffer takes no empty buffer
+        return torch.frombuffer(stored, dtype=entry.dtype).view(entry.shape)
 
     def read_quantized(self, name: str, device: torch.device | None = None) -> None:
         """None: nothing is packed here."""
