@@ -69,7 +69,7 @@ KV_QUALITY = {
     "key_scales": "deepinfer_worker_kv_key_scales",
 }
 """What a worker that measured its KV's quality says of it, and by which gauge."""
-RECONNECT_S = 0.2
+RECONNECT_S = 0.15
 """How long a peer whose stream broke may take to open another before it may count as gone."""
 
 

@@ -16,9 +16,10 @@ from deepinfer.controller.ports import OrderError
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, StoreId, WorkerId, WorkerRef
 from deepinfer.kvstore.core.messages import Order
 
-LIFE_TIMEOUT_S = 0.3
+LIFE_TIMEOUT_S = 0.15
 """Who does not answer by then is taken for dead. One that lives is believed again soon, and what
 it was doing is computed anew elsewhere; Ray itself takes more than a second to notice a death.
+Asked only once a stream has broken: so long a death stays unnoticed, and no longer.
 """
 RESTART_TIMEOUT_S = 5.0
 
@@ -117,9 +118,11 @@ class RayDirectory:
     async def life(self, peer: Peer) -> Incarnation | None:
         """Ask the actor of that name for its incarnation; None if it does not answer in time."""
         try:
-            handle: Any = await asyncio.to_thread(ray.get_actor, peer.id, namespace=self._namespace)
-            answer: Any = handle.incarnation.remote()
-            return Incarnation(await asyncio.wait_for(answer, LIFE_TIMEOUT_S))
+            async with asyncio.timeout(LIFE_TIMEOUT_S):
+                handle: Any = await asyncio.to_thread(
+                    ray.get_actor, peer.id, namespace=self._namespace
+                )
+                return Incarnation(await handle.incarnation.remote())
         except (ValueError, TimeoutError, RayError):
             return None
 
