@@ -35,7 +35,7 @@ def test_what_once_broke_something_does_not_any_more(tmp_path: Path) -> None:
     assert found, "the corpus is gone"
     with watched():
         for name, path in found:
-            folder = tmp_path / path.name
+            folder = tmp_path / f"{name}-{path.name}"
             folder.mkdir()
             with TARGETS[name].open(folder) as case:
                 _, crash, _ = run_case(TARGETS[name], case, path.read_bytes())
