@@ -28,12 +28,12 @@ from deepinfer.kernels.linear import (
 from deepinfer.kernels.nested import encode
 from deepinfer.workers.gpu import deterministic
 from deepinfer.workers.gpu.deterministic import fixed_partition
-from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.model.config import ModelConfig
 from deepinfer.workers.model.nested import nest
 from deepinfer.workers.model.runner import SequenceSlice
 from kernels.simt.build import COMPILER
-from support.gpu_runner import BLOCK_SIZE, CPU, cpu_runner, emulated_gpu
+from support.gpu_runner import CPU, cpu_runner, emulated_gpu
+from support.schedules import compare_schedules
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -63,17 +63,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def kv_bits(runner: GpuRunner, table: tuple[int, ...], tokens: int) -> Tensor:
-    """Bytes of K and V of the first tokens, ``[2, tokens, anything]``."""
-    pool, layout = runner.pool, runner.pool.layout
-    parts = []
-    for layer in range(layout.layers):
-        for part in (pool.k(layer), pool.v(layer)):
-            bits = part[list(table)].view(torch.uint8)  # [blocks, kv_heads, block_size, bytes]
-            parts.append(bits.transpose(1, 2).flatten(0, 1)[:tokens].flatten(1))
-    return torch.stack(parts)
-
-
 @pytest.mark.parametrize(
     ("dtype", "weights", "captured"),
     [
@@ -94,48 +83,25 @@ def test_any_schedule_gives_the_bits_of_decoding_alone(
         rows=96,
         deterministic=True,
     )
-    runner.pool.storage.fill_(0x7E)
-    chance = random.Random(dtype)
-    prompts = [[chance.randrange(96) for _ in range(length)] for length in (75, 21, 50)]
-    free = chance.sample(range(BLOCKS), BLOCKS)
-    tables = [tuple(free.pop() for _ in range(-(-len(p) // BLOCK_SIZE))) for p in prompts]
-    alone: list[Tensor] = []
-    kv: list[Tensor] = []
-    for prompt, table in zip(prompts, tables, strict=True):
-        steps = [
-            runner.forward([SequenceSlice([token], at, table, True)]).clone()
-            for at, token in enumerate(prompt)
-        ]
-        alone.append(torch.cat(steps))
-        kv.append(kv_bits(runner, table, len(prompt)))
-    runner.pool.storage.fill_(0x7E)
-    if captured:
-        runner.capture()
-
-    done = [0] * len(prompts)
-    while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
-        slices, wanted = [], []
-        for index in chance.sample(range(len(prompts)), len(prompts)):
-            prompt = prompts[index]
-            count = min(len(prompt) - done[index], chance.choice([0, 1, 1, 2, 9, 30]))
-            if count:
-                chunk = prompt[done[index] : done[index] + count]
-                slices.append(SequenceSlice(chunk, done[index], tables[index], True))
-                done[index] += count
-                wanted.append(alone[index][done[index] - 1])
-        if slices:
-            assert torch.equal(runner.forward(slices), torch.stack(wanted))
-    for prompt, table, bits in zip(prompts, tables, kv, strict=True):
-        assert torch.equal(kv_bits(runner, table, len(prompt)), bits)
+    found = compare_schedules(
+        runner,
+        (75, 21, 50),
+        blocks=BLOCKS,
+        chance=random.Random(dtype),
+        cuts=(0, 1, 1, 2, 9, 30),
+        between=runner.capture if captured else lambda: None,
+    )
+    assert (found.different, found.kv_is_the_same) == (0, True)
+    assert found.rows > 15
 
 
 def test_an_ordinary_runner_fails_the_same_test() -> None:
-    """Or the test above would show nothing: here a prompt is not what decoding makes of it."""
+    """Or the test above would show nothing."""
     runner = cpu_runner(CONFIG, blocks=BLOCKS, rows=96)
-    tokens, table = [(7 * at) % 96 for at in range(40)], (3, 1, 2)
-    for at, token in enumerate(tokens):
-        alone = runner.forward([SequenceSlice([token], at, table, True)]).clone()
-    assert not torch.equal(runner.forward([SequenceSlice(tokens, 0, table, True)]), alone)
+    chance = random.Random(1)
+    found = compare_schedules(runner, (40, 30), blocks=BLOCKS, chance=chance, cuts=(1, 20))
+    assert found.different > 0
+    assert not found.kv_is_the_same
 
 
 def test_scores_of_a_prompt_are_those_of_decoding() -> None:
