@@ -84,6 +84,8 @@ class Plan:
     """Of workers, over all rounds."""
     processes: int = 1
     """That compute what the requests answer alone."""
+    speed_rounds: int = 3
+    """Of the measurement of speed; 0: none."""
     seed: int = 0
     budget_s: float | None = None
     """No stream begins after so long."""
@@ -96,6 +98,7 @@ class Plan:
             ("rounds", 1),
             ("kills", 0),
             ("processes", 1),
+            ("speed_rounds", 0),
         ):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name} = {value}: must be {least} or more")
@@ -109,7 +112,7 @@ class Plan:
             f"deepinfer bench deterministic --model {model} --device {device} --kv-cache-dtype "
             f"{kv_cache_dtype} --streams {self.streams} --requests {self.requests} --workers "
             f"{self.workers} --rounds {self.rounds} --kills {self.kills} --processes "
-            f"{self.processes} --seed {self.seed}{budget}"
+            f"{self.processes} --speed-rounds {self.speed_rounds} --seed {self.seed}{budget}"
         )
 
 
@@ -188,8 +191,9 @@ def run_deterministic(
 
     ordinary = max(1, plan.streams // ORDINARY_SHARE)
     with counted(console, plan.streams + ordinary) as steps:
-        steps.tell("measuring speed")
-        speeds += measure_speed([machine(False), machine(True)], rounds=3)
+        if plan.speed_rounds:
+            steps.tell("measuring speed")
+            speeds += measure_speed([machine(False), machine(True)], plan.speed_rounds)
         for mode in modes:
             wanted = plan.streams if mode.deterministic else ordinary
             count = min(wanted, len(asked))
