@@ -321,6 +321,9 @@ def bench_quality(
     model: Model = "demo",
     kv_cache_dtype: Annotated[
         list[str] | None, typer.Option(help="May be repeated; default: all five.")
+    speed_rounds: Annotated[
+        int, typer.Option(min=0, max=100, help="To measure speed in; 0: not measured.")
+    ] = 3,
     ] = None,
     windows: Annotated[int, typer.Option(min=2, help="Pieces of the text that are scored.")] = 8,
     window_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
@@ -342,6 +345,7 @@ def bench_quality(
         plan = Plan(
             dtypes=tuple(kv_cache_dtype or DTYPES),
             windows=windows,
+                speed_rounds=speed_rounds,
             window_tokens=window_tokens,
             answers=answers,
             prompt_tokens=prompt_tokens,
@@ -352,6 +356,40 @@ def bench_quality(
 
 
 @bench.command("precision")
+@bench.command("overload")
+def bench_overload(
+    model: Model = "demo",
+    duration: Annotated[float, typer.Option(min=5, help="Seconds of the overload.")] = 300.0,
+    factor: Annotated[
+        float, typer.Option(min=1, help="Times the requests a second that are served at best.")
+    ] = 10.0,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, max=32, help="That send requests.")] = 2,
+    levels: Annotated[
+        str, typer.Option(help="Requests at once and worker, by commas; the best is taken.")
+    ] = "8,16,32,64",
+    max_live_requests: Annotated[int, typer.Option(min=1, help="At the gateway.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Draws the requests and their times.")] = 0,
+    output: Output = RESULTS,
+) -> None:
+    """Ten times the load that a cluster can bear: speed, refusals, memory."""
+    with plain_errors():
+        from deepinfer.deploy.bench.concurrency import parse_levels
+        from deepinfer.deploy.bench.overload import Plan, run_overload
+
+        plan = Plan(
+            seconds=duration,
+            factor=factor,
+            workers=workers,
+            processes=processes,
+            levels=parse_levels(levels),
+            max_live_requests=max_live_requests,
+            seed=seed,
+        )
+        ok = run_overload(model=model, plan=plan, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
+
+
 def bench_precision(
     model: Model = "demo",
     kv_cache_dtype: Annotated[
