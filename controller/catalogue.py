@@ -171,6 +171,11 @@ _REQUESTS = (
                 "streams",
                 "Ended before their request, for the gateway to be stopped: they go on at another.",
             ),
+            (
+                "deepinfer_streams_unread_total",
+                "streams",
+                "Ended because their clients read nothing for too long.",
+            ),
             ("deepinfer_takeovers_total", "requests", "Taken over from another gateway."),
             ("deepinfer_disowned_total", "requests", "Taken over by another gateway."),
         ),

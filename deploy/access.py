@@ -12,6 +12,8 @@ from typing import Any
 NAMESPACE = "deepinfer"
 """The Ray namespace of all of a cluster's actors."""
 CONTROLLER = "controller"
+ASK_TIMEOUT_S = 10.0
+"""A controller that does not answer by then is asked anew, or whoever asked is told so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class RayController:
 
         try:
             handle = await asyncio.to_thread(ray.get_actor, CONTROLLER, namespace=self.namespace)
-            return await getattr(handle, method).remote()
-        except (ValueError, RayError) as error:
-            raise LookupError(f"the controller does not answer: {error}") from error
+            return await asyncio.wait_for(getattr(handle, method).remote(), ASK_TIMEOUT_S)
+        except (ValueError, RayError, TimeoutError) as error:
+            why = str(error) or f"nothing within {ASK_TIMEOUT_S:g} s"
+            raise LookupError(f"the controller does not answer: {why}") from error

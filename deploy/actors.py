@@ -185,6 +185,8 @@ class Actors:
                         # Ended ones that are still being read have a stream too.
                         max_streams=2 * config.max_live_requests,
                         orphan_grace_ms=round(config.orphan_grace * 1000),
+                        lifetime_ms=max(1, round(config.request_timeout * 1000)),
+                        unread_ms=max(1, round(config.unread_timeout * 1000)),
                     ),
                 ),
                 ControllerAccess(find=controller.address, status=controller.status),
@@ -245,6 +247,7 @@ class Actors:
                     prefill_chunk_tokens=config.prefill_chunk_tokens,
                     prefix_cache=config.prefix_cache,
                     prefetch_bytes_max=config.prefetch_mb * 2**20,
+                    step_timeout_ms=max(1, round(config.step_timeout * 1000)),
                 ),
             ),
             RayController(NAMESPACE).address,

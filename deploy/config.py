@@ -185,6 +185,24 @@ class ClusterConfig(BaseModel):
     orphan_grace: float = Field(
         default=5.0, ge=0, le=3600, description="Seconds a request outlives its client's stream."
     )
+    request_timeout: float = Field(
+        default=3600.0,
+        gt=0,
+        le=604_800,
+        description="Seconds that a request may take in all, wherever it waits.",
+    )
+    step_timeout: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="Seconds after which a worker whose step has not ended gives itself up.",
+    )
+    unread_timeout: float = Field(
+        default=120.0,
+        gt=0,
+        le=86_400,
+        description="Seconds until the stream of a client that reads nothing is ended.",
+    )
     grace: float = Field(
         default=20.0,
         ge=0,

@@ -74,9 +74,15 @@ class Ask:
 
 
 def build_record(
-    ask: Ask, card: ModelCard, request: RequestId, *, arrival_ms: int, default_seed: int
+    ask: Ask,
+    card: ModelCard,
+    request: RequestId,
+    *,
+    arrival_ms: int,
+    default_seed: int,
+    lifetime_ms: int,
 ) -> RequestRecord:
-    """Tokenize and check a request.
+    """Tokenize and check a request; it has ``lifetime_ms`` to end, or less if it says so.
 
     Tokenizing a long text takes a while and touches nothing else: safe off the event loop.
 
@@ -112,7 +118,7 @@ def build_record(
         arrival_ms=arrival_ms,
         seed=default_seed if sampling.seed is None else sampling.seed,
         priority=ask.priority,
-        deadline_ms=None if ask.deadline_ms is None else arrival_ms + ask.deadline_ms,
+        deadline_ms=arrival_ms + min(lifetime_ms, ask.deadline_ms or lifetime_ms),
         exact=ask.exact,
         stop_token_ids=tuple(sorted(stops)),
     )

@@ -36,6 +36,7 @@ TOTALS = (
     "resumes_refused_total",
     "resumes_total",
     "streams_sent_away_total",
+    "streams_unread_total",
     "takeovers_total",
     "tokens_after_gap_dropped_total",
     "tokens_contradicting_dropped_total",

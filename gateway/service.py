@@ -185,6 +185,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 request_id,
                 arrival_ms=arrival_ms,
                 default_seed=seed_of(request_id),
+                lifetime_ms=self._shell.core.config.lifetime_ms,
             )
 
         size = said.ByteSize()
@@ -210,7 +211,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             effect = await stream.next()
             while isinstance(effect, ToStream):
                 self._hit(effect.message)
-                await context.write(self._response(stream, effect))
+                await stream.write(context.write(self._response(stream, effect)))
                 if isinstance(effect.message, Accepted):
                     self._shell.failpoints.hit("after_accept")
                 self._shell.tell(StreamReady(stream.stream))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from deepinfer.gateway import metrics
 from deepinfer.gateway.core.config import GatewayConfig
@@ -41,6 +41,8 @@ from deepinfer.kvstore.core.requests import RequestRecord
 from deepinfer.proto.failpoints import Failpoints
 
 TICK_S = 0.05
+END_PATIENCE_S = 1.0
+"""How long the end of a stream waits for the message before it to be taken."""
 LINK_QUEUE_MAX = 65_536
 """Messages that wait for one worker's link; a link with more is broken, and the worker attaches
 anew."""
@@ -63,10 +65,26 @@ class ClientStream:
         self.record = record
         self.texts = texts
         self._waiting: asyncio.Queue[ToStream | EndStream] = asyncio.Queue()
+        self._writer: asyncio.Task[None] | None = None
 
     def put(self, effect: ToStream | EndStream) -> None:
         """The core's next message, or the end."""
         self._waiting.put_nowait(effect)
+        if isinstance(effect, EndStream) and self._writer is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(END_PATIENCE_S, self._give_up, self._writer)
+
+    async def write(self, writing: Awaitable[None]) -> None:
+        """Wait until a message is taken; cancelled a while after the stream was to end."""
+        self._writer = asyncio.current_task()
+        try:
+            await writing
+        finally:
+            self._writer = None
+
+    def _give_up(self, writer: asyncio.Task[None]) -> None:
+        if self._writer is writer:  # its reader reads nothing, the end neither
+            writer.cancel()
 
     async def next(self) -> ToStream | EndStream:
         """Wait for what to write."""

@@ -19,6 +19,7 @@ from deepinfer.workers.core.events import (
     Commit,
     FetchPayload,
     ForgetSeq,
+    GiveUp,
     PlanesRestored,
     PlanesShed,
     PrefetchPayload,
@@ -141,6 +142,7 @@ class WorkerShell:
         self._performers: dict[type, Callable[..., None]] = {
             RunStep: lambda effect: self._engine.submit(effect.plan),
             ForgetSeq: lambda effect: None,  # Nothing here outlives a step.
+            GiveUp: self._give_up,
             ShedPlanes: lambda effect: self._begin_with_planes(self._shed()),
             RestorePlanes: lambda effect: self._begin_with_planes(self._restore()),
         }
@@ -215,6 +217,10 @@ class WorkerShell:
 
     def _perform(self, effect: WorkerEffect) -> None:
         self._performers[type(effect)](effect)
+
+    def _give_up(self, effect: GiveUp) -> None:
+        log.error("%s: the worker ends", effect.why)
+        self._die(TimeoutError(effect.why))
 
     def _step_done(self, done: StepDone) -> None:
         # Called by the engine's thread. A loop that has closed needs no results.

@@ -47,7 +47,7 @@ CHUNK_TOKENS = 16
 """So that a prompt takes some steps."""
 SPARE_BLOCKS = 2
 REQUESTS = 24
-STREAMS = (8, 14)
+STREAMS = (10, 18)
 """Of a round; more than the pool holds."""
 RELEASE_S = 0.1
 """A parked process goes on within so long after the cancels."""

@@ -257,6 +257,42 @@ def bench_soak(
     raise typer.Exit(0 if ok else 1)
 
 
+@bench.command("stops")
+def bench_stops(
+    model: Model = "demo",
+    times: Annotated[int, typer.Option(min=1, max=10_000, help="Clusters to stop.")] = 100,
+    rolling: Annotated[
+        int, typer.Option(min=0, max=10_000, help="Of these restart everything first.")
+    ] = 10,
+    grace: Annotated[float, typer.Option(min=1, max=3600, help="Seconds of grace.")] = 20.0,
+    streams: Annotated[int, typer.Option(min=1, max=1000, help="Clients of each.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 64,
+    blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each worker.")] = 16,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Clusters at a time.")] = 1,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no cluster is started.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws the requests and the moments.")] = 0,
+    output: Output = RESULTS,
+) -> None:
+    """SIGTERM and rolling restarts under load: does every request finish, and in time?"""
+    with plain_errors():
+        from deepinfer.deploy.bench.stops import Plan, run_stops
+
+        plan = Plan(
+            model=model,
+            times=times,
+            rolling=min(rolling, times),
+            grace_s=grace,
+            streams=streams,
+            max_tokens=max_tokens,
+            blocks=blocks,
+            seed=seed,
+        )
+        ok = run_stops(plan, jobs=jobs, budget_s=budget, output=output, console=out)
+    raise typer.Exit(0 if ok else 1)
+
+
 @bench.command("cancels")
 def bench_cancels(
     model: Model = "demo",
@@ -285,6 +321,9 @@ def bench_deterministic(
     processes: Annotated[
         int, typer.Option(min=1, max=256, help="That compute what requests answer alone.")
     ] = 1,
+    speed_rounds: Annotated[
+        int, typer.Option(min=0, max=100, help="To measure speed in; 0: not measured.")
+    ] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of requests, their order, and kills.")] = 0,
     budget: Annotated[
         float | None, typer.Option(min=1, help="Seconds after which no stream begins.")
@@ -306,6 +345,7 @@ def bench_deterministic(
                 rounds=rounds,
                 kills=kills,
                 processes=processes,
+                speed_rounds=speed_rounds,
                 seed=seed,
                 budget_s=budget,
             ),
@@ -316,46 +356,6 @@ def bench_deterministic(
     raise typer.Exit(0 if ok else 1)
 
 
-@bench.command("quality")
-def bench_quality(
-    model: Model = "demo",
-    kv_cache_dtype: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; default: all five.")
-    speed_rounds: Annotated[
-        int, typer.Option(min=0, max=100, help="To measure speed in; 0: not measured.")
-    ] = 3,
-    ] = None,
-    windows: Annotated[int, typer.Option(min=2, help="Pieces of the text that are scored.")] = 8,
-    window_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
-    answers: Annotated[int, typer.Option(min=2, help="Greedy answers, one a window.")] = 8,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a window that an answer goes on from.")
-    ] = 64,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
-    threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 1,
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 file to score; default: Shakespeare's sonnets.")
-    ] = None,
-    output: Output = RESULTS,
-) -> None:
-    """Perplexity, divergence and greedy agreement of each KV dtype beside float32."""
-    with plain_errors():
-        from deepinfer.deploy.bench.quality import DTYPES, Plan, run_quality
-
-        plan = Plan(
-            dtypes=tuple(kv_cache_dtype or DTYPES),
-            windows=windows,
-                speed_rounds=speed_rounds,
-            window_tokens=window_tokens,
-            answers=answers,
-            prompt_tokens=prompt_tokens,
-            answer_tokens=answer_tokens,
-            threads=threads,
-        )
-        run_quality(model=model, plan=plan, text=text, output=output, console=out)
-
-
-@bench.command("precision")
 @bench.command("overload")
 def bench_overload(
     model: Model = "demo",
@@ -390,6 +390,42 @@ def bench_overload(
     raise typer.Exit(0 if ok else 1)
 
 
+@bench.command("quality")
+def bench_quality(
+    model: Model = "demo",
+    kv_cache_dtype: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; default: all five.")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=2, help="Pieces of the text that are scored.")] = 8,
+    window_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
+    answers: Annotated[int, typer.Option(min=2, help="Greedy answers, one a window.")] = 8,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a window that an answer goes on from.")
+    ] = 64,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 1,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to score; default: Shakespeare's sonnets.")
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Perplexity, divergence and greedy agreement of each KV dtype beside float32."""
+    with plain_errors():
+        from deepinfer.deploy.bench.quality import DTYPES, Plan, run_quality
+
+        plan = Plan(
+            dtypes=tuple(kv_cache_dtype or DTYPES),
+            windows=windows,
+            window_tokens=window_tokens,
+            answers=answers,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            threads=threads,
+        )
+        run_quality(model=model, plan=plan, text=text, output=output, console=out)
+
+
+@bench.command("precision")
 def bench_precision(
     model: Model = "demo",
     kv_cache_dtype: Annotated[

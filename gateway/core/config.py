@@ -28,6 +28,11 @@ class GatewayConfig:
     max_cancels: int = 4_096
     """Cancelled sequences the controller has not acknowledged; of more, the oldest are left to
     its garbage collection."""
+    unread_ms: int = 120_000
+    """A stream whose reader takes no message for so long is ended; its client may resume."""
+    lifetime_ms: int = 3_600_000
+    """How long a request may take in all, whatever state it is in: every other wait ends by then
+    at the latest. A client's own deadline may be earlier."""
     finished_keep_ms: int = 60_000
     """How long an ended request can still be resumed for its last messages."""
     finished_bytes_max: int = 64 << 20

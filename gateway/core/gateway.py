@@ -278,7 +278,12 @@ class GatewayCore:
     def _tick(self, now_ms: int) -> None:
         for entry in self._table.take_past_deadline(now_ms):
             self.counters["deadlines_total"] += 1
-            self._cancel_entry(entry, FinishReason.DEADLINE, "the deadline has passed", now_ms)
+            self._cancel_entry(entry, FinishReason.DEADLINE, self._late(entry), now_ms)
+        for entry in self._streams.unread(now_ms):
+            self.counters["streams_unread_total"] += 1
+            message = f"no message was read for {self.config.unread_ms / 1000:g} s: resume"
+            self._streams.close(entry, Code.UNAVAILABLE, message)
+            self._forget_all(self._table.stream_lost(entry, now_ms))
         for entry in self._table.expired_orphans(now_ms):
             self.counters["orphans_total"] += 1
             for choice in entry.choices:
@@ -290,6 +295,14 @@ class GatewayCore:
         self._forget_all(self._table.expired_finished(now_ms))
         if self._drain.over(now_ms):
             self._send_away(now_ms)
+
+    def _late(self, entry: Entry) -> str:
+        """Whose deadline has passed."""
+        record, lifetime_ms = entry.record, self.config.lifetime_ms
+        assert record.deadline_ms is not None, "it has passed"
+        if record.deadline_ms - record.arrival_ms < lifetime_ms:
+            return "the deadline has passed"
+        return f"it has not ended within {lifetime_ms / 1000:g} s (request_timeout)"
 
     def _send_away(self, now_ms: int) -> None:
         """End every stream that is left: its client goes on at another gateway."""

@@ -12,6 +12,9 @@ from deepinfer.kvstore.core.ids import StreamId
 from deepinfer.kvstore.core.messages import Accepted, Delta, Finished, Notice, PromptDelta
 from deepinfer.kvstore.core.precision import Precision
 
+LOOKS = 8
+"""How often a stream is looked at within ``unread_ms``."""
+
 
 class Stream:
     """Where one reader is in its request; a slow one costs this object and no copy of a token."""
@@ -26,6 +29,8 @@ class Stream:
         "scored",
         "stream",
         "turn",
+        "unread_ms",
+        "written",
     )
 
     def __init__(
@@ -48,6 +53,10 @@ class Stream:
         """For each choice: whether its end was sent."""
         self.accepted = False
         self.busy = False
+        self.written = 0
+        """Messages handed over so far."""
+        self.unread_ms: tuple[int, int] | None = None
+        """How many had been when a look first found one of them not taken, and when that was."""
         self.turn = 0
         """The choice that is looked at first, so that none waits for another."""
         self.notices: deque[Notice] | None = deque(maxlen=max_notices) if include_events else None
@@ -120,6 +129,7 @@ class Streams:
         self._config = config
         self._emit = emit
         self._streams: dict[StreamId, Stream] = {}
+        self._look_ms = 0
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -187,12 +197,32 @@ class Streams:
         message = stream.next_message(self._config.max_delta_tokens)
         if message is not None:
             stream.busy = True
+            stream.written += 1
             self._emit(message)
             return False
         if not all(stream.done):
             return False
         self.close(entry, entry.code, entry.message)
         return True
+
+    def unread(self, now_ms: int) -> list[Entry]:
+        """Records whose reader has not taken the message under way for too long.
+
+        Looked for a few times in that while, so that very many streams cost little.
+        """
+        limit_ms = self._config.unread_ms
+        if now_ms < self._look_ms:
+            return []
+        self._look_ms = now_ms + max(1, limit_ms // LOOKS)
+        found = []
+        for stream in self._streams.values():
+            if not stream.busy:
+                stream.unread_ms = None
+            elif stream.unread_ms is None or stream.unread_ms[0] != stream.written:
+                stream.unread_ms = stream.written, now_ms
+            elif now_ms - stream.unread_ms[1] >= limit_ms:
+                found.append(stream.entry)
+        return found
 
     def close(self, entry: Entry, code: Code, message: str) -> None:
         """End a record's stream, if it has one."""

@@ -66,6 +66,7 @@ def test_a_dated_prompt_is_the_same_whenever_it_is_read_again(tmp_path: Path) ->
         RequestId("r"),
         arrival_ms=1_796_083_140_000,
         default_seed=0,
+        lifetime_ms=1000,
     )
     assert tokenizer.decode(record.prompt_ids) == "30 Nov 2026 23:59|hi"
 

@@ -57,6 +57,8 @@ class WorkerConfig:
     """A run without KV whose gateway has not answered for so long leaves."""
     resend_ms: int = 1000
     """Tokens unacknowledged for so long are sent again."""
+    step_timeout_ms: int = 600_000
+    """A step that has not ended after so long never will: the process gives itself up."""
     put_timeout_ms: int = 30_000
     commit_timeout_ms: int = 2000
     resolve_timeout_ms: int = 2000
@@ -83,6 +85,7 @@ class WorkerConfig:
             "attach_timeout_ms",
             "unreachable_ms",
             "resend_ms",
+            "step_timeout_ms",
             "put_timeout_ms",
             "commit_timeout_ms",
             "resolve_timeout_ms",

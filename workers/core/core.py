@@ -171,6 +171,7 @@ class WorkerCore:
 
     def _tick(self, now_ms: int) -> None:
         self._prefetches.tick(now_ms)
+        self._steps.tick(now_ms)
         for resident in list(self._roster.residents.values()):
             self._swaps.tick(resident, now_ms)
             if self._roster.residents.get(resident.seq) is resident:

@@ -303,6 +303,12 @@ class ForgetSeq(NamedTuple):
     run: Run
 
 
+class GiveUp(NamedTuple):
+    """This life is over: what it waits for will never come. Its successor begins anew."""
+
+    why: str
+
+
 WorkerEffect = (
     SendToGateway
     | RunStep
@@ -318,4 +324,5 @@ WorkerEffect = (
     | ForgetSeq
     | ShedPlanes
     | RestorePlanes
+    | GiveUp
 )

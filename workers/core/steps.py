@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepinfer.kvstore.core.requests import FinishReason
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.batch import plan
-from deepinfer.workers.core.events import RunStep, StepDone, StepPlan
+from deepinfer.workers.core.events import GiveUp, RunStep, StepDone, StepPlan
 from deepinfer.workers.core.roster import Roster
 from deepinfer.workers.core.sequence import Resident
 from deepinfer.workers.core.shedding import Shedding
@@ -23,6 +23,9 @@ class Steps:
         self._shedding = shedding
         self._number = 0
         self._running: StepPlan | None = None
+        self._since_ms = 0
+        """When the step in flight began."""
+        self._given_up = False
         self._members: tuple[Resident, ...] = ()
         self._moved: tuple[Resident, ...] = ()
         self.blocks_short = 0
@@ -58,10 +61,21 @@ class Steps:
         self._number += 1
         level = self._levels.plan(batch.chunks, self._shedding.level_min, now_ms)
         self._running = StepPlan(self._number, batch.chunks, level, moves, self._levels.next_level)
+        self._since_ms = now_ms
         self._members = batch.residents
         for resident in (*self._moved, *batch.residents):
             resident.in_step, resident.step_stale = True, False
         roster.out.append(RunStep(self._running))
+
+    def tick(self, now_ms: int) -> None:
+        """A device that never answers is given up, once, and with it this life of the worker."""
+        waited_ms, limit_ms = now_ms - self._since_ms, self._roster.config.step_timeout_ms
+        if self._running is None or self._given_up or waited_ms < limit_ms:
+            return
+        self._given_up = True
+        step = self._running.step
+        why = f"step {step} has not ended after {waited_ms} ms (step_timeout_ms = {limit_ms})"
+        self._roster.out.append(GiveUp(why))
 
     def done(self, event: StepDone, now_ms: int) -> tuple[Resident, ...]:
         """Apply the step in flight; return the residents that took part and are still here.
