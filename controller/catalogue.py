@@ -154,7 +154,8 @@ _REQUESTS = (
         "counter",
         ("gateway", "reason"),
         "requests",
-        "invalid, unknown_model, max_live_requests, max_streams, draining (the gateway is to be "
+        "invalid, unknown_model, max_live_requests, max_streams, request_bytes (too long), "
+        "long_inputs (too many of those are being tokenized), draining (the gateway is to be "
         "stopped), or no_pool (none could ever hold it; such a request was accepted first).",
     ),
     *_of(
@@ -346,6 +347,15 @@ _WORKERS = (
                 "Copied to other blocks to make way for returning planes.",
             ),
         ),
+    ),
+    Family(
+        "deepinfer_worker_payloads_refused_total",
+        "counter",
+        ("worker", "reason"),
+        "payloads",
+        "Fetched, and not used but computed anew: bytes (not those that were hashed), manifest "
+        "(none), or what it names and does not belong here: dtype, encoding, layout, block_bytes, "
+        "model, run, blocks, precision.",
     ),
     *(
         Family(name, "counter", ("worker", "precision"), unit, text)

@@ -15,6 +15,7 @@ from deepinfer.controller.shell import Shell
 from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.proto import control_pb2, control_pb2_grpc
 from deepinfer.proto.bearer import Guard
+from deepinfer.proto.crowd import BoundedCalls
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +31,9 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-
+CALLS_MAX = 4_096
+"""Under way at a time: every worker, store and gateway has one stream, and opens another before
+the one before has ended."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -174,6 +177,7 @@ def build_server(
     It is for the cluster's own processes, and for whoever has the operator's token if there is one.
     """
     guard = Guard(cluster=cluster_token, operator=operator_token)
-    server = grpc.aio.server(interceptors=(guard,), options=SERVER_OPTIONS)
+    calls = BoundedCalls(CALLS_MAX, name="the controller's streams", advice="try again later")
+    server = grpc.aio.server(interceptors=(guard, calls), options=SERVER_OPTIONS)
     control_pb2_grpc.add_ControlServicer_to_server(ControlService(shell), server)
     return server

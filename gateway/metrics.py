@@ -17,9 +17,11 @@ REASONS = {
     "requests_refused_total": (
         "draining",
         "invalid",
+        "long_inputs",
         "max_live_requests",
         "max_streams",
         "no_pool",
+        "request_bytes",
         "unknown_model",
     ),
 }

@@ -24,6 +24,9 @@ ReportCall: TypeAlias = (
     "grpc.aio.StreamStreamCall[control_pb2.GatewayReport, control_pb2.ReportReply]"
 )
 RETRY_S = 0.2
+REPORTS_MAX = 256
+"""Reports that may wait; for a controller that falls further behind a new stream is opened, whose
+first report is complete."""
 COUNTED_S = 0.5
 """How old what the controller shows of a gateway's metrics may be, besides a report's interval."""
 CHANNEL_OPTIONS = (
@@ -71,16 +74,28 @@ class Reporter:
                 await self._report_to(await self._find_controller())
             except (grpc.aio.AioRpcError, OSError, RuntimeError, LookupError) as error:
                 log.info("no report stream to the controller: %s", _brief(error))
+            except asyncio.CancelledError:
+                if this is None or this.cancelling():
+                    raise  # otherwise only the call was cancelled, by ``keep``
             await asyncio.sleep(RETRY_S)
         raise asyncio.CancelledError
 
     async def _report_to(self, controller: str) -> None:
-        reports: asyncio.Queue[GatewayReport] = asyncio.Queue()
+        reports: asyncio.Queue[GatewayReport] = asyncio.Queue(REPORTS_MAX)
         async with grpc.aio.insecure_channel(controller, options=CHANNEL_OPTIONS) as channel:
             call = control_pb2_grpc.ControlStub(channel).GatewayReports(metadata=self._metadata)
             writer = asyncio.create_task(self._write(reports, call))
+
+            def keep(report: GatewayReport) -> None:
+                try:
+                    reports.put_nowait(report)
+                except asyncio.QueueFull:
+                    log.warning("controller: %d reports behind; stream dropped", REPORTS_MAX)
+                    self._shell.report_to(None)
+                    call.cancel()
+
             try:
-                self._shell.report_to(reports.put_nowait)
+                self._shell.report_to(keep)
                 async for reply in call:
                     self._shell.tell(ReportAnswered(wire.reply_from(reply)))
             finally:

@@ -38,6 +38,7 @@ from deepinfer.kvstore.core.requests import InvalidRequestError, RequestRecord
 from deepinfer.proto import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc
 from deepinfer.proto.bearer import Guard
 from deepinfer.proto.bundle import bundles
+from deepinfer.proto.crowd import BoundedCalls
 
 MESSAGE_BYTES_MAX = 4 << 20
 """Of a message to a client, and of a request as it was first sent."""
@@ -46,6 +47,10 @@ RECEIVE_BYTES_MAX = 16 << 20
 that was accepted must not become too large to be resumed."""
 INLINE_CHARS_MAX = 8_192
 """Longer inputs are tokenized in a thread, so that the other streams go on."""
+LONG_INPUTS_BYTES_MAX = 64 << 20
+"""Of requests with such inputs that are being tokenized, or wait for it, at a time."""
+CALLS_SPARE = 1_024
+"""Calls besides ``max_streams`` that may be under way: short ones, watches, workers' links."""
 CHOICES_MAX = 64
 STATUS_SEQUENCES_MAX = 5_000
 """A few hundred bytes each, so that the document fits ``MESSAGE_BYTES_MAX``."""
@@ -77,6 +82,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._shell = shell
         self._secret = secret
         self._status = status
+        self._tokenizing_bytes = 0
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Accept a request and stream its tokens."""
@@ -190,21 +196,45 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         size = said.ByteSize()
         if size > MESSAGE_BYTES_MAX:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"the request takes {size:,} bytes: must be at most {MESSAGE_BYTES_MAX:,}",
+            self._shell.refused("request_bytes")
+            await statuses.abort(
+                context,
+                statuses.exhausted(
+                    f"the request takes {size:,} bytes: must be at most {MESSAGE_BYTES_MAX:,}; "
+                    "send fewer tokens"
+                ),
             )
         try:
             ask = client_wire.ask_from(said)
             if ask.input_chars <= INLINE_CHARS_MAX:
                 return ask, build(ask)
-            return ask, await asyncio.to_thread(build, ask)
+            return ask, await self._build_long(ask, build, size, context)
         except InvalidRequestError as error:
             self._shell.refused("invalid")
             await statuses.abort(context, statuses.invalid(error))
         except UnknownModelError as error:
             self._shell.refused("unknown_model")
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    async def _build_long(
+        self, ask: Ask, build: Callable[[Ask], RequestRecord], size: int, context: Context
+    ) -> RequestRecord:
+        """Tokenize in a thread, unless too much waits for that already."""
+        if self._tokenizing_bytes + size > LONG_INPUTS_BYTES_MAX:
+            self._shell.refused("long_inputs")
+            await statuses.abort(
+                context,
+                statuses.exhausted(
+                    f"long_inputs_bytes_max = {LONG_INPUTS_BYTES_MAX:,}: requests of "
+                    f"{self._tokenizing_bytes:,} bytes are being tokenized here and this one has "
+                    f"{size:,}; try again later, or at another gateway"
+                ),
+            )
+        self._tokenizing_bytes += size
+        try:
+            return await asyncio.to_thread(build, ask)
+        finally:
+            self._tokenizing_bytes -= size
 
     async def _write_all(self, stream: ClientStream, context: Context) -> None:
         try:
@@ -313,7 +343,8 @@ def build_server(
     ``token`` is the clients'. ``cluster_token``: workers connect here too, with this one; None:
     they connect to a server of ``build_link_server``.
     """
-    server = _server(Guard(client=token, cluster=cluster_token))
+    guard = Guard(client=token, cluster=cluster_token)
+    server = _server(guard, shell.core.config.max_streams + CALLS_SPARE)
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceService(shell, secret, status), server
     )
@@ -329,10 +360,15 @@ def build_server(
 
 def build_link_server(shell: Shell, *, cluster_token: str) -> grpc.aio.Server:
     """A server for the cluster's own workers alone; not bound, not started."""
-    server = _server(Guard(cluster=cluster_token))
+    server = _server(Guard(cluster=cluster_token), CALLS_SPARE)
     link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLinkService(shell), server)
     return server
 
 
-def _server(guard: Guard) -> grpc.aio.Server:
-    return grpc.aio.server(interceptors=[guard, RefuseMalformed()], options=SERVER_OPTIONS)
+def _server(guard: Guard, calls_max: int) -> grpc.aio.Server:
+    calls = BoundedCalls(
+        calls_max,
+        name="a gateway's calls (max_streams, twice max_live_requests, and 1,024)",
+        advice="try again later, or at another gateway",
+    )
+    return grpc.aio.server(interceptors=[guard, calls, RefuseMalformed()], options=SERVER_OPTIONS)

@@ -29,14 +29,18 @@ def invalid(error: InvalidRequestError) -> grpc.Status:
     return _status(grpc.StatusCode.INVALID_ARGUMENT, str(error), detail)
 
 
+def exhausted(message: str) -> grpc.Status:
+    """RESOURCE_EXHAUSTED: ``message`` names the bound, its value, and what to do."""
+    violation = error_details_pb2.QuotaFailure.Violation(description=message)
+    detail = error_details_pb2.QuotaFailure(violations=[violation])
+    return _status(grpc.StatusCode.RESOURCE_EXHAUSTED, message, detail)
+
+
 def ended(effect: EndStream) -> grpc.Status:
     """How a stream ends that does not end well."""
-    detail: Message
     if effect.code is Code.RESOURCE_EXHAUSTED:
-        violation = error_details_pb2.QuotaFailure.Violation(description=effect.message)
-        detail = error_details_pb2.QuotaFailure(violations=[violation])
-    else:
-        detail = error_details_pb2.ErrorInfo(reason=effect.code.value, domain="deepinfer")
+        return exhausted(effect.message)
+    detail = error_details_pb2.ErrorInfo(reason=effect.code.value, domain="deepinfer")
     return _status(grpc.StatusCode[effect.code.value], effect.message, detail)
 
 

@@ -29,11 +29,15 @@ from deepinfer.kvstore.reporting import FindController, Reporter
 from deepinfer.kvstore.runtime import StoreRuntime
 from deepinfer.kvstore.service import CHANNEL_OPTIONS, StoreService
 from deepinfer.proto.bearer import Guard
+from deepinfer.proto.crowd import BoundedCalls
 from deepinfer.proto.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.2
+CALLS_MAX = 4_096
+"""Under way at a time: every worker has a few."""
+_CALLS = {"name": "a store's calls", "advice": "the writer goes on without a swap, and tries again"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +139,7 @@ class StoreActor:
             if settings.same_node:
                 local = LocalServer(runtime, str(folder / "socket"))
             server = grpc.aio.server(
-                interceptors=[Guard(cluster=settings.token)],
+                interceptors=[Guard(cluster=settings.token), BoundedCalls(CALLS_MAX, **_CALLS)],
                 options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)],
             )
             service = StoreService(
