@@ -309,6 +309,7 @@ def decode_spec(
         f"paged_decode<{', '.join(map(str, parameters))}>",
         32 * warps,
         max(warps * stages * stage, sums),
+        overlaps=bulk,  # narrow copies of the other kind pass through L1
     )
 
 

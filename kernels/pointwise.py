@@ -33,7 +33,7 @@ _RESIDUAL_ADD_NORM: Final = KernelSpec("residual_add_norm.cu", "residual_add_nor
 _SWIGLU: Final = KernelSpec("swiglu.cu", "swiglu", 256)
 _COPY_BLOCKS: Final = KernelSpec("copy_blocks.cu", "copy_blocks", 256)
 _ROPE_KV_WRITE: Final = {
-    kv: KernelSpec("rope_kv_write.cu", f"rope_kv_write<{kv}>", 32 * _ROPE_WARPS)
+    kv: KernelSpec("rope_kv_write.cu", f"rope_kv_write<{kv}>", 32 * _ROPE_WARPS, overlaps=True)
     for kv in KV_FORMATS
 }
 

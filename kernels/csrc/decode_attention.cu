@@ -16,6 +16,7 @@
 // conflicts. (Scales are the exception: four lanes copy what all read, hence the __syncwarp.)
 // With BULK (Hopper) one lane asks the copy engine for a warp's whole tile, rows as they lie, and
 // the warp waits on a barrier a stage: no lane spends instructions or load slots on the copies.
+// There a launch may begin while the kernel ahead still writes q and the newest K and V.
 // Offsets of a lane are opaque to the compiler, or it would work out every address anew instead
 // of adding a constant in the instruction.
 //
@@ -91,7 +92,7 @@ DEV void load_query(u32 (&b)[D / 16][2], const __half* q, int t) {
   if constexpr (R::Kv::K_CODE == CODE_F16) {
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
-      const uint4 v = *reinterpret_cast<const uint4*>(q + i * 32 + 8 * t);
+      const uint4 v = ld_cg(reinterpret_cast<const uint4*>(q + i * 32 + 8 * t));
       b[2 * i][0] = v.x, b[2 * i][1] = v.y;
       b[2 * i + 1][0] = v.z, b[2 * i + 1][1] = v.w;
     }
@@ -100,7 +101,7 @@ DEV void load_query(u32 (&b)[D / 16][2], const __half* q, int t) {
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
       const int dim = (i / WORDS) * 4 * R::K_GRAIN + R::K_GRAIN * t + 4 * (i % WORDS);
-      half_operands<R::Kv::K_CODE>(*reinterpret_cast<const uint2*>(q + dim), b[i][0], b[i][1]);
+      half_operands<R::Kv::K_CODE>(ld_cg(reinterpret_cast<const uint2*>(q + dim)), b[i][0], b[i][1]);
     }
   }
 }
@@ -253,6 +254,12 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : BULK ? 8 : 12
   const int kv_head = blockIdx.x, row = blockIdx.y, part = blockIdx.z;
   const int kv_heads = gridDim.x, partitions = gridDim.z;
   auto& barriers = all_barriers[warp];
+  launch_dependents();
+  if constexpr (BULK) {
+    if (lane < STAGES) bulk_barrier_init(&barriers[lane]);
+    bulk_barriers_made();
+  }
+  wait_for_inputs();
   const int first_tile = part * (partition / TILE);
   const int* table = tables + (i64)row * table_stride;
 
@@ -260,11 +267,11 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : BULK ? 8 : 12
   // wait for both at once; entries beyond the sequence are not used.
   auto load_blocks = [&](int nth) {
     const int at = (first_tile + warp + (nth + lane) * WARPS) >> tiles_shift;
-    return at < table_columns ? table[at] : 0;
+    return at < table_columns ? ld_cg(table + at) : 0;
   };
   int blocks = load_blocks(0);
   // A length beyond the table would wait for partitions that the grid does not have.
-  const int len = min(lens[row], table_columns * (TILE << tiles_shift));
+  const int len = min(ld_cg(lens + row), table_columns * (TILE << tiles_shift));
   if (len <= 0 && part == 0) {
     __half* zeros = out + ((i64)row * kv_heads + kv_head) * group * D;
     for (int i = thread; i < group * D; i += THREADS) zeros[i] = __float2half_rn(0.f);
@@ -293,10 +300,6 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : BULK ? 8 : 12
                      (BULK ? 0 : (lane >> 1 & 1) * scales_apart + 16 * (lane & 1));
   u8* ring = shared + ring_at;
   u8* scales_to = ring + R::SCALES_AT;
-  if constexpr (BULK) {
-    if (lane < STAGES) bulk_barrier_init(&barriers[lane]);
-    bulk_barriers_made();
-  }
 
   auto request = [&](int nth, int stage, int stage_at) {
     if (nth < mine) {

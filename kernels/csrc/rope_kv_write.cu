@@ -70,8 +70,10 @@ __global__ void __launch_bounds__(32 * ROPE_WARPS)
                   i32 kv_heads, i32 head_dim, i32 rotary_dim, float eps, i32 table_stride,
                   i32 block_shift, i64 block_bytes, i64 k_offset, i64 v_offset, i64 scale_offset) {
   using Traits = KvTraits<FORMAT>;
+  launch_dependents();
+  wait_for_inputs();
   const i32 lane = threadIdx.x % 32, head = blockIdx.y * ROPE_WARPS + threadIdx.x / 32;
-  const i32 row = blockIdx.x, position = positions[row], half_rotary = rotary_dim / 2;
+  const i32 row = blockIdx.x, position = ld_cg(positions + row), half_rotary = rotary_dim / 2;
   i32 clamped = 0;
   if (head < heads + 2 * kv_heads && position >= 0) {
     const bool is_q = head < heads, is_v = head >= heads + kv_heads;
@@ -84,8 +86,8 @@ __global__ void __launch_bounds__(32 * ROPE_WARPS)
         qkv + (static_cast<i64>(row) * (heads + 2 * kv_heads) + head) * static_cast<i64>(head_dim);
     float x[4] = {0.f, 0.f, 0.f, 0.f};
     if (inside) {
-      const float2 a = __half22float2(*reinterpret_cast<const __half2*>(vector + low));
-      const float2 b = __half22float2(*reinterpret_cast<const __half2*>(vector + high));
+      const float2 a = __half22float2(u2h(ld_cg(reinterpret_cast<const u32*>(vector + low))));
+      const float2 b = __half22float2(u2h(ld_cg(reinterpret_cast<const u32*>(vector + high))));
       x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
     }
     const __half* gamma = is_q ? q_norm : is_v ? nullptr : k_norm;
@@ -114,8 +116,8 @@ __global__ void __launch_bounds__(32 * ROPE_WARPS)
         *reinterpret_cast<u32*>(vector + high) = saturate_half2(x[2], x[3]);
       }
     } else {
-      const i32 block = block_tables[static_cast<i64>(sequences[row]) * table_stride +
-                                     (position >> block_shift)];
+      const i32 block = ld_cg(block_tables + static_cast<i64>(ld_cg(sequences + row)) * table_stride +
+                              (position >> block_shift));
       const i32 slot = position & ((1 << block_shift) - 1);
       const i32 kv_head = head - heads - (is_v ? kv_heads : 0);
       const i64 token = (static_cast<i64>(kv_head) << block_shift) + slot;
