@@ -60,7 +60,7 @@ class StoreSettings:
     put_idle_s: float = 30.0
     """A put over gRPC that sends nothing for this long is given up."""
     get_s: float = 120.0
-    """A read over gRPC may take this long, its reader's pauses included."""
+    """A read may take this long, its reader's pauses included."""
     failed_start_exit_s: float | None = None
     """A process that could not start says why for so long and then exits, for Ray to start anew;
     None: it stays, as tests in one process want."""
@@ -137,7 +137,8 @@ class StoreActor:
         server: grpc.aio.Server | None = None
         try:
             if settings.same_node:
-                local = LocalServer(runtime, str(folder / "socket"))
+                socket_path = str(folder / "socket")
+                local = LocalServer(runtime, socket_path, read_s=settings.get_s)
             server = grpc.aio.server(
                 interceptors=[Guard(cluster=settings.token), BoundedCalls(CALLS_MAX, **_CALLS)],
                 options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)],

@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 
 VERSION = 3
 _HELLO_S = 5.0
+READ_S = 120.0
 
 
 class _Connection:
@@ -61,16 +62,23 @@ class _Connection:
         self.frames = frames
         self.peer = peer
         self.slabs_sent = 0
-        self.reads: set[ReadId] = set()
+        self.reads: dict[ReadId, asyncio.TimerHandle] = {}
+        """Under way, each with what ends the connection if it takes too long."""
+        self.serving = asyncio.current_task()
         self.tasks: set[asyncio.Task[None]] = set()
 
 
 class LocalServer:
-    """Listens on a Unix socket at ``path``, which must not exist and is removed at the end."""
+    """Listens on a Unix socket at ``path``, which must not exist and is removed at the end.
 
-    def __init__(self, runtime: StoreRuntime, path: str) -> None:
+    ``read_s``: a reader that has not copied a payload by then is hung up on, for its pages are
+    nobody else's as long as it may copy from them.
+    """
+
+    def __init__(self, runtime: StoreRuntime, path: str, *, read_s: float = READ_S) -> None:
         self._runtime = runtime
         self.path = path
+        self._read_s = read_s
         self._peers = Peers(lambda writer: runtime.send(WriterGone(writer)))
         self._serving: set[asyncio.Task[None]] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -121,6 +129,7 @@ class LocalServer:
                 # they change, or cannot say that it has done: its pages need not wait. A writer's
                 # must.
                 for read in sorted(connection.reads):
+                    connection.reads[read].cancel()
                     self._runtime.end_get(read)
             frames.close()
 
@@ -192,8 +201,9 @@ class LocalServer:
                 return self._begin_get(connection, call, BeginGet(ticket))
             case "end_get":
                 read = wire.read_from_list(frame.get("read"))
-                if read in connection.reads:
-                    connection.reads.remove(read)
+                timer = connection.reads.pop(read, None)
+                if timer is not None:
+                    timer.cancel()
                     self._runtime.end_get(read)
             case op:
                 raise FrameError(f"unknown op {op!r}")
@@ -365,7 +375,9 @@ class LocalServer:
     def _begin_get(self, connection: _Connection, call: int, body: BeginGet) -> Rest | None:
         grant = self._runtime.begin_get(body)
         if grant.read is not None:
-            connection.reads.add(grant.read)
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(self._read_s, self._overdue, connection, grant.read)
+            connection.reads[grant.read] = timer
         raw = None if grant.manifest is None else wire.manifest_to_bytes(grant.manifest)
         frame: dict[str, object] = {
             "op": "granted",
@@ -378,6 +390,13 @@ class LocalServer:
         if self._slabs_known(connection):
             return self._answer(connection, frame)
         return self._send_behind_slabs(connection, frame)
+
+    def _overdue(self, connection: _Connection, read: ReadId) -> None:
+        """Hang up: what the reader says of it later would not be true any more."""
+        who = connection.peer.ref.worker
+        _log.warning("%s has not ended read %s in %g s: hanging up", who, read, self._read_s)
+        assert connection.serving is not None, "connections are served by tasks"
+        connection.serving.cancel()
 
     async def _send_behind_slabs(self, connection: _Connection, frame: dict[str, object]) -> None:
         await self._send_slabs(connection)

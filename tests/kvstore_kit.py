@@ -123,6 +123,7 @@ async def running_store(
     port: int = 0,
     same_node: bool = True,
     put_idle_s: float = 30.0,
+    get_s: float = 120.0,
     find_controller: FindController = no_controller,
 ) -> AsyncIterator[Store]:
     settings = StoreSettings(
@@ -134,6 +135,7 @@ async def running_store(
         port=port,
         same_node=same_node,
         put_idle_s=put_idle_s,
+        get_s=get_s,
         token=TOKEN,
         config=config or StoreConfig(),
     )

@@ -105,6 +105,8 @@ class Level:
     streams: int
     tokens_per_s: float
     requests_per_s: float
+    cores: dict[str, float]
+    """CPU seconds a second of each process."""
 
 
 @dataclass(slots=True)
@@ -243,16 +245,19 @@ class _Run:
         try:
             await asyncio.gather(*(_line(process) for process in crowd))
             await asyncio.sleep(WARM_UP_S)
+            before = await asyncio.to_thread(held_by_all, os.getpid(), self._names)
             began_s, first = time.perf_counter(), await _generated(client)
             await asyncio.sleep(plan.best_seconds)
             took_s, last = time.perf_counter() - began_s, await _generated(client)
+            after = await asyncio.to_thread(held_by_all, os.getpid(), self._names)
             ended = [json.loads(await _line(process)) for process in crowd]
         finally:
             await _end(crowd)
         self._check(ended)
         await self._settle(client)
         tokens, complete = last[0] - first[0], last[1] - first[1]
-        return Level(streams, tokens / took_s, complete / took_s)
+        used = overload_report.cores(before, after, took_s)
+        return Level(streams, tokens / took_s, complete / took_s, used)
 
     async def _overload(self, client: AsyncClient) -> None:
         seen, plan = self._seen, self._seen.plan
@@ -277,7 +282,7 @@ class _Run:
                         gateway["live_requests"],
                         gateway["kept_requests"],
                         gateway["streams"],
-                        {n: h for n, h in processes.items() if n in self._names.values()},
+                        processes,
                     )
                 )
                 await asyncio.sleep(min(plan.every_s, plan.seconds - now_s))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from deepinfer.deploy.bench.footprints import Held
 from deepinfer.deploy.bench.plots import axes_in_a_row, write_plot
 from deepinfer.deploy.bench.results import percentile
 from deepinfer.deploy.bench.trend import Limit, trend
@@ -62,6 +63,10 @@ def figures(seen: Seen, blocks: int) -> dict[str, Any]:
             }
             for level in seen.levels
         ],
+        "cores_at_best": best.cores,
+        "cores_overloaded": cores(
+            counted[0].processes, counted[-1].processes, counted[-1].at_s - counted[0].at_s
+        ),
         "best_tokens_per_s": round(best.tokens_per_s, 1),
         "seconds": seen.plan.seconds,
         "rate_asked": round(seen.rate, 1),
@@ -94,7 +99,11 @@ def figures(seen: Seen, blocks: int) -> dict[str, Any]:
                 "tokens": s.tokens,
                 "live": s.live,
                 "streams": s.streams,
-                "rss_mib": {n: round(h.rss_bytes / MIB, 1) for n, h in sorted(s.processes.items())},
+                "rss_mib": {
+                    n: round(s.processes[n].rss_bytes / MIB, 1)
+                    for n in _ours(seen)
+                    if n in s.processes
+                },
             }
             for s in _thinned(seen.samples, 60)
         ],
@@ -114,6 +123,16 @@ def _rates(samples: Sequence[Sample]) -> tuple[float, float]:
     return (last.tokens - first.tokens) / took_s, (last.complete - first.complete) / took_s
 
 
+def cores(before: Mapping[str, Held], after: Mapping[str, Held], took_s: float) -> dict[str, float]:
+    """CPU seconds a second, of each process that used any."""
+    used = {
+        name: round((held.cpu_s - before[name].cpu_s) / took_s, 3)
+        for name, held in after.items()
+        if name in before
+    }
+    return {name: share for name, share in sorted(used.items()) if share >= 0.005}
+
+
 def _stalled(samples: Sequence[Sample]) -> list[str]:
     """Windows in which nothing was generated, in words."""
     found = []
@@ -128,11 +147,18 @@ def _stalled(samples: Sequence[Sample]) -> list[str]:
     return found
 
 
+def _ours(seen: Seen) -> list[str]:
+    """The cluster's own processes: neither Ray's nor the clients."""
+    last = seen.samples[-1].processes if seen.samples else {}
+    return sorted(
+        n for n in last if n.split("-")[0] in ("controller", "gateway", "store", "worker")
+    )
+
+
 def _memory(seen: Seen) -> dict[str, Any]:
     """Of each process before, at most and at the end, in MiB; and whether it was still growing."""
     found = {}
-    names = seen.samples[-1].processes if seen.samples else {}
-    for name in sorted(names):
+    for name in _ours(seen):
         here = [(s.at_s, s.processes[name].rss_bytes / MIB) for s in seen.samples
                 if name in s.processes]  # fmt: skip
         line = trend([at for at, _ in here], [size for _, size in here], MEMORY)
@@ -205,7 +231,7 @@ def plot(seen: Seen, path: Path) -> None:
     queues.plot(times, [s.kept for s in seen.samples], label="records")
     queues.set_title("at the gateway")
     queues.legend()
-    for name in sorted(seen.samples[-1].processes):
+    for name in _ours(seen):
         here = [(s.at_s, s.processes[name].rss_bytes / MIB) for s in seen.samples
                 if name in s.processes]  # fmt: skip
         memory.plot([at for at, _ in here], [size for _, size in here], label=name)
