@@ -31,7 +31,8 @@ class Trend:
     """The median."""
     per_hour: float
     growth: float
-    """The slope times the time that counts."""
+    """The slope times the time that counts; or, if that is more, what the last tenth of that time is
+    above the first: half of a step's pairs have no slope, and so has their median."""
     allowed: float
 
     @property
@@ -65,10 +66,12 @@ def trend(times_s: Sequence[float], values: Sequence[float], limit: Limit) -> Tr
     if not slopes:
         return None
     slope, level = median(slopes), median(value for _, value in counted)
+    tenth = max(1, len(counted) // 10)
+    first, last = (median(v for _, v in end) for end in (counted[:tenth], counted[-tenth:]))
     return Trend(
         level=level,
         per_hour=3600.0 * slope,
-        growth=slope * (counted[-1][0] - counted[0][0]),
+        growth=max(slope * (counted[-1][0] - counted[0][0]), last - first),
         allowed=max(limit.least, limit.share * level),
     )
 
