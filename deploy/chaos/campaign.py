@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -56,6 +57,7 @@ class Campaign:
     jobs: int = 1
     budget_s: float | None = None
     deterministic: bool = False
+    """Of workers and of the answers that theirs are held against."""
 
     def __post_init__(self) -> None:
         points_of(self.target, self.point)
@@ -88,6 +90,32 @@ class Campaign:
     def load(self) -> int:
         return self.streams if self.streams is not None else 2 * self.workers + 1
 
+    def command(self, output: Path) -> str:
+        """What runs this again. Folders are left out: they are of one machine."""
+        options: dict[str, object] = {
+            "target": self.target,
+            "point": self.point,
+            "path": self.path,
+            "kills": self.kills,
+            "seed": self.seed,
+            "pause": ",".join(f"{pause:g}" for pause in self.pauses_s),
+            "model": Path(self.model).name,
+            "device": self.device,
+            "workers": self.workers,
+            "gateways": self.gateways,
+            "streams": self.load,
+            "tokens": self.tokens,
+            "deterministic": self.deterministic,
+            "jobs": self.jobs,
+            "output": output.name,
+        }
+        given = [
+            f"--{name}" if value is True else f"--{name} {value}"
+            for name, value in options.items()
+            if value != "" and value is not False
+        ]
+        return " ".join(["deepinfer chaos", *given])
+
     def header(self) -> dict[str, Any]:
         """What all trials of one journal have in common."""
         return {
@@ -96,12 +124,13 @@ class Campaign:
             "path": self.path,
             "seed": self.seed,
             "pause_s": list(self.pauses_s),
-            "model": self.model,
+            "model": Path(self.model).name,
             "device": self.device,
             "workers": self.workers,
             "gateways": self.gateways,
             "streams": self.load,
             "tokens": self.tokens,
+            "deterministic": self.deterministic,
         }
 
 
@@ -142,7 +171,13 @@ class Runner:
             return
         self.say("computing the unpressed answers")
         asked = questions(QUESTIONS, campaign.tokens, self.vocabulary)
-        answers = unpressed(self.model, asked, kv_cache_dtype="auto", device=campaign.device)
+        answers = unpressed(
+            self.model,
+            asked,
+            kv_cache_dtype="auto",
+            device=campaign.device,
+            deterministic=campaign.deterministic,
+        )
         spawn = multiprocessing.get_context("spawn")
         jobs: list[_Job] = []
         try:
@@ -241,7 +276,17 @@ class Runner:
             config=config,
             asked=tuple(asked),
             faults=self.faults,
+            card=_card(number) if campaign.device == "cuda" else None,
         )
+
+
+def _card(job: int) -> str | None:
+    """The card of a job, as CUDA_VISIBLE_DEVICES names it; None if there is none."""
+    from deepinfer.workers.gpu.card import count_cards
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = named.split(",") if named else [str(i) for i in range(count_cards())]
+    return cards[job % len(cards)] if cards else None
 
 
 def tight_blocks(answers: list[Answer], max_tokens: int, block_size: int = 16) -> int:

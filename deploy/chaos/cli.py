@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -50,6 +48,13 @@ def chaos(
         int | None, typer.Option(min=1, help="At once; default: two a worker, and one.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, max=2048, help="Of every answer.")] = 32,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic/--no-deterministic",
+            help="Tokens depend on the request alone; default: on a card only.",
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Clusters at once.")] = 1,
     budget: Annotated[
         float | None, typer.Option(min=1, help="Seconds after which no trial begins.")
@@ -85,9 +90,9 @@ def chaos(
             gateways=gateways,
             streams=streams,
             tokens=tokens,
+            deterministic=on == "cuda" if deterministic is None else deterministic,
             jobs=jobs,
             budget_s=budget,
         )
-        command = shlex.join(["deepinfer", *sys.argv[1:]])
-        right = run_chaos(campaign, output, command, out)
+        right = run_chaos(campaign, output, out)
     raise typer.Exit(0 if right else 1)

@@ -101,8 +101,9 @@ class History:
             what = "." if _is_token(event) else ""
             what = event.kind if isinstance(event, Notice) else what
             what = "end" if isinstance(event, Finished) else what
-            if what:
-                found.append((round((at - since) * 1e3), what))
+            mark = (round((at - since) * 1e3), what)
+            if what and (not found or found[-1] != mark):
+                found.append(mark)
         return found
 
     def count(self, name: str) -> int:

@@ -48,6 +48,8 @@ class JobSpec:
     asked: tuple[tuple[Question, Answer], ...]
     faults: Path
     """A folder for the logs of clusters in which something was wrong."""
+    card: str | None = None
+    """All that its workers see of CUDA; None: what this process sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ def run_job(spec: JobSpec, parent: Connection) -> None:
         os.environ[name] = str(value)
     tempfile.tempdir = None  # found before TMPDIR was set
     _speak_into(base / "job.log")  # Ray and gRPC tell of every death
+    if spec.card is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = spec.card
     # The token's file would be one for all of the machine's clusters.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = os.urandom(32).hex()

@@ -41,15 +41,13 @@ class Journal:
             first, *lines = [json.loads(line) for line in whole.splitlines()] or [None]
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path} is no journal of a campaign: {error}") from error
-        differing = (
-            [
-                f"{name} was {first.get(name)!r} and is {value!r}"
-                for name, value in header.items()
-                if not isinstance(first, dict) or first.get(name) != value
-            ]
-            if isinstance(first, dict)
-            else ["it has no header"]
-        )
+        if not isinstance(first, dict):
+            raise ConfigError(f"{path} is no journal of a campaign: it has no header")
+        differing = [
+            f"{name} was {first.get(name)!r} and is {value!r}"
+            for name, value in header.items()
+            if first.get(name) != value
+        ]
         if differing:
             raise ConfigError(
                 f"{path} is of another campaign ({'; '.join(differing)}): name another --output, "

@@ -45,7 +45,7 @@ def summary(trials: Sequence[Trial], voids: int) -> dict[str, Any]:
         },
         "wrong_trials": [trial.number for trial in wrong],
         # Nothing in n trials bounds the rate by 3 / n with 95% confidence.
-        "bound_95": 3 / len(counted) if counted and not wrong else None,
+        "bound_95": min(1.0, 3 / len(counted)) if counted and not wrong else None,
         "streams": sum(trial.streams for trial in trials),
         "tokens": sum(trial.tokens for trial in trials),
         "on_victim": sum(trial.on_victim for trial in counted),
@@ -94,28 +94,26 @@ def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def table(found: dict[str, Any], title: str) -> Table:
-    """One row a point: how many, what recovery took."""
-    shown = Table(title=title, padding=(0, 1, 0, 0))
+    """One row a point: how many, and what recovery took, as median / 99th percentile in seconds."""
+    shown = Table(title=f"{title}; p50 / p99 s", padding=(0, 1, 0, 0))
     shown.add_column("point", no_wrap=True)
-    names = ("trials", "next token p50", "p99", "detected p50", "p99", "others", "restart p50")
-    for name in names:
-        shown.add_column(name, justify="right")
+    for name in ("n", "next token", "detected", "restart", "others"):
+        shown.add_column(name, justify="right", no_wrap=True)
     for point, figures in [*found["by_point"].items(), ("all", found["all"])]:
+        others = figures["others_ratio"]
         shown.add_row(
             point,
             str(figures["trials"]),
-            _cell(figures["recovered_s"], "p50"),
-            _cell(figures["recovered_s"], "p99"),
-            _cell(figures["detected_s"], "p50"),
-            _cell(figures["detected_s"], "p99"),
-            _cell(figures["others_ratio"], "p50", "x"),
-            _cell(figures["restarted_s"], "p50"),
+            _cell(figures["recovered_s"]),
+            _cell(figures["detected_s"]),
+            _cell(figures["restarted_s"]),
+            "-" if others is None else f"{others['p50']:.1f}x",
         )
     return shown
 
 
-def _cell(spread: dict[str, float] | None, name: str, unit: str = " s") -> str:
-    return "-" if spread is None else f"{spread[name]:.2f}{unit}"
+def _cell(spread: dict[str, float] | None) -> str:
+    return "-" if spread is None else f"{spread['p50']:.2f} / {spread['p99']:.2f}"
 
 
 def verdict(found: dict[str, Any]) -> str:
@@ -130,7 +128,7 @@ def verdict(found: dict[str, Any]) -> str:
     )
 
 
-def draw(trials: Sequence[Trial], path: Path, title: str) -> None:
+def draw(trials: Sequence[Trial], path: Path) -> None:
     """Left: the streams of one trial, the median by recovery. Right: all trials' times."""
     figure, (left, right) = axes_in_a_row(2, (13.0, 4.5))
     counted = [trial for trial in trials if trial.counted]
@@ -148,7 +146,8 @@ def draw(trials: Sequence[Trial], path: Path, title: str) -> None:
         for name, colour in COLOURS.items():
             left.plot([], [], "o", color=colour, label=name.replace("_", " "))
         left.plot([], [], "--", color="gray", label="detected")
-        left.legend(fontsize=7, loc="lower right")
+        left.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        left.set_yticks(range(len(shown.timeline)))
         left.set_title(f"trial {shown.number}: {shown.victim} at {shown.point}", fontsize=9)
         left.set_xlabel("seconds from the signal")
         left.set_ylabel("stream (each tick is a message with tokens)")
@@ -164,11 +163,13 @@ def draw(trials: Sequence[Trial], path: Path, title: str) -> None:
             shares = [(i + 1) / len(known) for i in range(len(known))]
             right.step(known, shares, where="post", label=f"{name} ({len(known)})")
     right.set_xscale("log")
+    right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    right.xaxis.set_minor_formatter(lambda value, _: "")
     right.set_xlabel("seconds from the signal")
     right.set_ylabel("share of all")
     right.grid(alpha=0.3)
     right.legend(fontsize=8)
-    right.set_title(title, fontsize=9)
+    right.set_title(f"{len(counted)} trials", fontsize=9)
     write_plot(figure, path)
 
 

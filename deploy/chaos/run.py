@@ -13,50 +13,58 @@ from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.chaos.campaign import Campaign, Runner
 from deepinfer.deploy.chaos.journal import Journal
 from deepinfer.deploy.chaos.report import draw, summary, table, typical, verdict
+from deepinfer.deploy.config import ConfigError
 from deepinfer.deploy.models import check_model, resolve_model
 
 
-def run_chaos(campaign: Campaign, output: Path, command: str, console: Console) -> bool:
+def run_chaos(campaign: Campaign, output: Path, console: Console) -> bool:
     """Run what is left of a campaign; write its journal, JSON and picture.
 
     ``output`` is the JSON; beside it come ``.trials.jsonl`` (the journal, from which a campaign
-    goes on), ``.png``, and a folder ``.logs`` if something was wrong.
+    goes on), ``.png``, and a folder ``.logs`` if something was wrong. Of a campaign that is through
+    only the picture is drawn anew.
 
     Returns:
         Whether every trial is through, and all of them were right.
 
     Raises:
-        ConfigError: the journal is of another campaign, or matplotlib is missing.
+        ConfigError: the journal is of another campaign.
         LaunchError: the unpressed answers could not be computed.
         ModelUnavailableError: there is no such model.
     """
-    check_plots()
     journal = Journal.open(output.with_suffix(".trials.jsonl"), campaign.header())
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    model = resolve_model(campaign.model)
-    runner = Runner(
-        campaign=campaign,
-        journal=journal,
-        model=model,
-        vocabulary=check_model(model).vocab_size,
-        faults=output.with_suffix(".logs"),
-        say=say,
-    )
     if journal.trials:
         say(f"{len(journal.counted)} of {campaign.kills} trials are in {journal.path}")
+    if journal.left(campaign.kills) or not output.exists():
+        model = resolve_model(campaign.model)
+        runner = Runner(
+            campaign=campaign,
+            journal=journal,
+            model=model,
+            vocabulary=check_model(model).vocab_size,
+            faults=output.with_suffix(".logs"),
+            say=say,
+        )
+        try:
+            runner.run()
+        finally:
+            write_result(output, campaign.command(output), _figures(campaign, journal, runner))
+    if not journal.trials:
+        say("no trial is through")
+        return False
+    figures = summary(journal.trials, journal.missed)
+    console.print(table(figures, f"{campaign.target}, {campaign.path}, {campaign.device}"))
+    say(verdict(figures))
     try:
-        runner.run()
-    finally:
-        if journal.trials:
-            figures = _figures(campaign, journal, runner)
-            write_result(output, command, figures)
-            draw(journal.trials, output.with_suffix(".png"), verdict(figures))
-            title = f"{campaign.target}, {campaign.path}, {campaign.device}"
-            console.print(table(figures, title))
-            say(verdict(figures))
+        check_plots()
+    except ConfigError as error:
+        say(f"no picture: {error}")
+    else:
+        draw(journal.trials, output.with_suffix(".png"))
     return not journal.left(campaign.kills) and all(trial.right for trial in journal.trials)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from deepinfer.client import AsyncClient, Completion
+from deepinfer.deploy.chaos.site import failpoint_folder
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig
-from support.chaos import chaos_folder
 from support.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -41,7 +41,7 @@ def cluster(failpoints: Path) -> Iterator[Cluster]:
         port=0,
         token_file=str(failpoints / "token"),
     )
-    _, environment = chaos_folder(failpoints)
+    _, environment = failpoint_folder(failpoints)
     with Cluster(config, worker_env=environment) as cluster:
         yield cluster
 

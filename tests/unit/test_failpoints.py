@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -109,3 +110,20 @@ def test_a_file_in_the_folder_parks_the_first_process_that_comes(tmp_path: Path)
         finally:
             first.kill()
             second.kill()
+
+
+def test_a_parked_thread_goes_on_when_its_file_is_removed(tmp_path: Path) -> None:
+    points = Failpoints.from_environment({FOLDER_VARIABLE: str(tmp_path)})
+    taken = tmp_path / f"mid_put.{os.getpid()}"
+    (tmp_path / "mid_put").touch()
+    parked = threading.Thread(target=points.hit, args=("mid_put",), daemon=True)
+    parked.start()
+    deadline = time.monotonic() + 30
+    while not taken.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    parked.join(0.05)
+    assert parked.is_alive()
+    taken.unlink()
+    parked.join(30)
+    assert not parked.is_alive()
