@@ -27,6 +27,7 @@ from deepinfer.controller.shell import Shell, wall_ms
 from deepinfer.controller.stores import GrpcStores
 from deepinfer.kvstore.core.ids import WorkerId
 from deepinfer.proto.failpoints import Failpoints
+from deepinfer.proto.redaction import hide, redacted
 
 log = structlog.get_logger(__name__)
 
@@ -90,6 +91,8 @@ class ControllerActor:
             directory = directory or RayDirectory(
                 settings.namespace, ActorNames(), greet=ray_orders.greet
             )
+        hide(settings.token, settings.cluster_token, settings.operator_token)
+        _redact_structlog()
         self._settings = settings
         # The epoch has to rise with every life: the wall clock does, and needs no storage.
         self._epoch = wall_ms()
@@ -210,6 +213,17 @@ class ControllerActor:
                     asyncio.get_running_loop().call_later(delay_s, os._exit, 1)
                 return
             _die(self._epoch)  # half a controller is worse than none; Ray starts it anew
+
+
+def _redact_structlog() -> None:
+    """See that no secret is in what structlog prints."""
+    processors = structlog.get_config()["processors"]
+    if _without_secrets not in processors:
+        structlog.configure(processors=[*processors, _without_secrets])
+
+
+def _without_secrets(_: object, __: str, line: Any) -> Any:
+    return redacted(line) if isinstance(line, str) else line
 
 
 def _die(_: int) -> None:

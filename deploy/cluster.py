@@ -23,6 +23,7 @@ from deepinfer.deploy.rays import OwnRay, RunningRay
 from deepinfer.deploy.running import alive, default_token_file, read_or_make_token
 from deepinfer.deploy.stopping import finish_requests
 from deepinfer.deploy.tls import check_server_tls
+from deepinfer.proto.redaction import hide
 
 if TYPE_CHECKING:
     from deepinfer.kvstore.core.layout import KvLayout
@@ -115,6 +116,7 @@ class Cluster:
         device = self.ray.device(config, self.say)
         _refuse_taken(config)
         self.token = read_or_make_token(self.token_file)
+        hide(self.token)
         self.say(f"opening the model {config.model}")
         model = resolve_model(config.model, progress=self._fetching)
         served = _open(model, config, device)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from deepinfer.proto.redaction import hide
+
 _TIMEOUT_S = 20
 
 
@@ -35,6 +37,7 @@ class Library:
         cache = environment.get("HF_HUB_CACHE") or None
         if cache is None and (home := environment.get("HF_HOME")):
             cache = str(Path(home).expanduser() / "hub")
+        hide(environment.get("HF_TOKEN"))
         said = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         return cls(
             repo,

@@ -27,6 +27,7 @@ from deepinfer.gateway.shell import Shell
 from deepinfer.gateway.tls import ServerTls
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation
 from deepinfer.proto.failpoints import Failpoints
+from deepinfer.proto.redaction import hide
 from deepinfer.text.load import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class GatewayActor:
     """One gateway. Construct it inside a running event loop, as Ray does for async actors."""
 
     def __init__(self, settings: GatewaySettings, controller: ControllerAccess) -> None:
+        hide(settings.token, settings.cluster_token, settings.secret.hex())
         self._settings = settings
         self._controller = controller
         self._incarnation = Incarnation(time.time_ns() // 1_000)
@@ -174,9 +176,7 @@ class GatewayActor:
         for each in servers:
             await each.start()
         find = self._controller.find
-        reporter = Reporter(
-            shell, find, address=link_address, cluster_token=settings.cluster_token
-        )
+        reporter = Reporter(shell, find, address=link_address, cluster_token=settings.cluster_token)
         self._address.set_result(address)
         log.info("gateway %s serves at %s", settings.gateway, address)
         try:

@@ -31,6 +31,7 @@ from deepinfer.kvstore.service import CHANNEL_OPTIONS, StoreService
 from deepinfer.proto.bearer import Guard
 from deepinfer.proto.crowd import BoundedCalls
 from deepinfer.proto.failpoints import Failpoints
+from deepinfer.proto.redaction import hide
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class StoreActor:
     """One store. Construct it inside a running event loop, as Ray does for async actors."""
 
     def __init__(self, settings: StoreSettings, find_controller: FindController) -> None:
+        hide(settings.token)
         self._settings = settings
         self._find_controller = find_controller
         self._incarnation = Incarnation(time.time_ns() // 1_000)

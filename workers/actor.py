@@ -21,6 +21,7 @@ from deepinfer.kvstore.core.ids import Incarnation
 from deepinfer.kvstore.core.messages import Order
 from deepinfer.kvstore.core.precision import LEVELS_MAX
 from deepinfer.proto.failpoints import Failpoints
+from deepinfer.proto.redaction import hide
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.gpu.settings import GpuSettings
 from deepinfer.workers.model.levels import FP8_PRODUCTS, WEIGHTS
@@ -113,6 +114,7 @@ class WorkerActor:
     def __init__(
         self, settings: WorkerSettings, find_controller: Callable[[], Awaitable[str]]
     ) -> None:
+        hide(settings.token)
         self._settings = settings
         self._find_controller = find_controller
         # The wall clock rises with every life, and needs no storage.

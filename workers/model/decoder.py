@@ -14,6 +14,7 @@ from torch import Tensor
 from deepinfer.kvstore.core.layout import KvDtype, KvLayout
 from deepinfer.workers.backends.base import Backend, Linear, Plan
 from deepinfer.workers.model.config import ModelConfig
+from deepinfer.workers.model.finite import check_rows, finite_read
 from deepinfer.workers.model.heap import trim_heap
 from deepinfer.workers.model.levels import PrecisionLevels
 from deepinfer.workers.model.nested import nested_read
@@ -94,7 +95,8 @@ class Decoder:
     FP16 and its FP8 values, with ``upper_only`` the latter alone; others have one level.
     ``w8a8_rows`` is that of ``PrecisionLevels``.
 
-    Raises ValueError for a number of levels that there cannot be.
+    Raises ValueError for a number of levels that there cannot be, and CheckpointError (one, too)
+    for NaN or an infinity in a tensor of a plain checkpoint, by its name and place.
     """
 
     def __init__(
@@ -117,6 +119,9 @@ class Decoder:
         self._upper_only = upper_only
         if backend.device.type == "cpu":
             self.embedding = weights.rows(EMBEDDING)
+            if not config.tied_embeddings:  # those are read as the head
+                check_rows(EMBEDDING, self.embedding, weights.shapes()[EMBEDDING])
+                weights.release()
         else:
             self.embedding = row_lookup(weights.read(EMBEDDING).to(backend.device))
         # The largest first: what packing needs besides the result is then smaller than the rest.
@@ -131,7 +136,7 @@ class Decoder:
             if layer % TRIM_LAYERS == 0:
                 trim_heap()
         trim_heap()
-        self.norm = _vector(weights.read, "model.norm.weight", backend)
+        self.norm = _vector(reads[0], "model.norm.weight", backend)
         self.rope = RopeTable(config, backend.device)
 
     def linears(self) -> list[Linear]:
@@ -186,7 +191,7 @@ class Decoder:
         upper = partial(nested_read, weights)
         if self._upper_only:
             return (upper,)
-        return (weights.read,) if self.levels.count == 1 else (weights.read, upper)
+        return (finite_read(weights.read),) if self.levels.count == 1 else (weights.read, upper)
 
     def forward(
         self,
