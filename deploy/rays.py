@@ -6,9 +6,12 @@ go) and to ``stop``; nothing is left of the first, and the second is left as it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -230,11 +233,35 @@ def _import_ray() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would join a cluster named here; the launcher wants one of its own.
     os.environ.pop("RAY_ADDRESS", None)
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token":
+        make_ray_token()
     with interrupts.held():
         import ray
 
     if ray.is_initialized():
         raise LaunchError("this process already uses Ray: stop that first (ray.shutdown())")
+
+
+def make_ray_token() -> None:
+    """Make the token file that Ray would make for its first start on this machine.
+
+    Ray's own way is no single step: of two clusters that begin at once each would make a token,
+    and the processes of one would read the other's. Where it cannot be written Ray says so itself.
+    """
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with contextlib.suppress(OSError):  # FileExistsError: another process was first
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.unlink(missing_ok=True)
+        mode = stat.S_IRUSR | stat.S_IWUSR
+        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def _start_ray(log_level: str, cards: int) -> Path | None:

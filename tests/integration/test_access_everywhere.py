@@ -34,6 +34,7 @@ TOKENS: dict[str, str | None] = {
     "wrong": "not-a-token-of-this-cluster",
     "client": TOKEN,
     "cluster": CLUSTER_TOKEN,
+    "operator": "of-whoever-runs-this-cluster",
 }
 UNAUTHENTICATED, PERMISSION_DENIED = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -86,11 +87,16 @@ async def check(server: Server) -> None:
 async def controller() -> AsyncIterator[tuple[Server, str]]:
     """A controller with ``/metrics``."""
     settings = ControllerSettings(
-        namespace="n", token=TOKEN, cluster_token=CLUSTER_TOKEN, metrics=ScrapeSettings()
+        namespace="n",
+        token=TOKEN,
+        cluster_token=CLUSTER_TOKEN,
+        operator_token=TOKENS["operator"],
+        metrics=ScrapeSettings(),
     )
     actor = ControllerActor(settings, orders=NoPeers(), directory=NoPeers())
     try:
-        served = Server(await actor.address(), frozenset({Access.CLUSTER}))
+        roles = frozenset({Access.CLUSTER, Access.OPERATOR})
+        served = Server(await actor.address(), roles)
         yield served, await actor.metrics_address()
     finally:
         await actor.stop()

@@ -26,9 +26,14 @@ from deepinfer.kvstore.core.ids import (
 )
 from deepinfer.kvstore.core.messages import Admit, Cancel, Order, SwapOut
 from deepinfer.proto import control_pb2, control_pb2_grpc, ids_pb2, kvstore_pb2, kvstore_pb2_grpc
+from deepinfer.proto.bearer import bearer
 
 TOKEN = "a-token-for-these-tests"
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
+OPERATOR = "a-token-for-whoever-runs-it"
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 NAME = Seq(RequestId("r1"), 0)
 WORKER = WorkerRef(WorkerId("worker-0"), Incarnation(5))
 
@@ -57,6 +62,7 @@ class FakeDirectory:
 
     def __init__(self) -> None:
         self.lives: dict[str, int] = {"worker-0": 5, "store-0": 6, "gateway-0": 7}
+        self.restarted: list[tuple[str, int]] = []
 
     async def members(self) -> Members:
         return Members(
@@ -68,6 +74,9 @@ class FakeDirectory:
     async def life(self, peer: Peer) -> Incarnation | None:
         life = self.lives.get(peer.id)
         return None if life is None else Incarnation(life)
+
+    async def restart(self, name: str, life: Incarnation) -> None:
+        self.restarted.append((name, life))
 
 
 class FakeStore(kvstore_pb2_grpc.KVStoreServicer):
@@ -116,7 +125,10 @@ class Peers:
 
     async def __aenter__(self) -> Peers:
         settings = ControllerSettings(
-            namespace="tests", token="the-clients-token", cluster_token=TOKEN
+            namespace="tests",
+            token="the-clients-token",
+            cluster_token=TOKEN,
+            operator_token=OPERATOR,
         )
         self.actor = ControllerActor(settings, orders=self.orders, directory=self.directory)
         self.address = await self.actor.address()
@@ -141,6 +153,22 @@ class Peers:
     def _number(self, peer: str) -> int:
         self.numbers[peer] = self.numbers.get(peer, 0) + 1
         return self.numbers[peer]
+
+    async def operate(self, method: str, request: Any) -> control_pb2.DrainLevel:
+        """Call as the operator."""
+        call = getattr(self.stub, method)(request, metadata=bearer(OPERATOR), timeout=5)
+        level = await call
+        assert isinstance(level, control_pb2.DrainLevel), level
+        return level
+
+    async def level(self, method: str, name: str, **request: Any) -> control_pb2.DrainLevel:
+        return await self.operate(method, control_pb2.DrainRequest(name=name, **request))
+
+    async def refused(self, method: str, request: Any) -> grpc.StatusCode:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.operate(method, request)
+        code: grpc.StatusCode = caught.value.code()
+        return code
 
     async def report_worker(self, **levels: Any) -> control_pb2.ReportReply:
         defaults: dict[str, Any] = {"blocks_free": 3}
@@ -387,3 +415,33 @@ def test_tickets_survive_the_wire() -> None:
 
 def test_peer_kinds_are_told_apart() -> None:
     assert Peer(PeerKind.WORKER, "a", Incarnation(1)) != Peer(PeerKind.STORE, "a", Incarnation(1))
+
+
+def test_the_operator_empties_a_worker_and_restarts_it() -> None:
+    async def run() -> None:
+        async with Peers() as peers:
+            level, refused = peers.level, peers.refused
+            assert await refused("Drain", control_pb2.DrainRequest(name="worker-0")) == NOT_FOUND
+            await peers.report_worker()
+            reply = await peers.report_gateway()
+            assert not reply.HasField("drain")
+            assert (await level("GetDrain", "worker-0")).serving
+            restart = control_pb2.RestartRequest(name="worker-0", incarnation=5)
+            assert await refused("Restart", restart) == FAILED_PRECONDITION
+            said = await level("Drain", "worker-0", grace_ms=60_000)
+            assert (said.serving, said.draining, said.drained) == (False, True, False)
+            assert (await peers.report_worker()).HasField("drain")
+            await peers.report_worker(draining=True)
+            assert (await level("GetDrain", "worker-0")).drained
+            assert peers.directory.restarted == []
+            other = control_pb2.RestartRequest(name="worker-0", incarnation=4)
+            await peers.operate("Restart", other)
+            assert peers.directory.restarted == []
+            await peers.operate("Restart", restart)
+            assert peers.directory.restarted == [("worker-0", 5)]
+            assert await refused("Drain", control_pb2.DrainRequest()) == INVALID_ARGUMENT
+            await level("Drain", "gateway-0", grace_ms=60_000)
+            left_ms = (await peers.report_gateway()).drain.left_ms
+            assert 55_000 < left_ms <= 60_000
+
+    asyncio.run(run())

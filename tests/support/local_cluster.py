@@ -62,6 +62,9 @@ class LocalCluster:
         """``ports.Directory``: nobody is seen to die here."""
         return None
 
+    async def restart(self, name: str, life: Incarnation) -> None:
+        raise RuntimeError(f"{name} has no process of its own")
+
     async def find(self) -> str:
         """Where the controller is."""
         if self.controller is None:

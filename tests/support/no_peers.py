@@ -22,3 +22,6 @@ class NoPeers:
 
     async def life(self, peer: Peer) -> Incarnation | None:
         return None
+
+    async def restart(self, name: str, life: Incarnation) -> None:
+        raise RuntimeError(f"{name} has no process of its own")

@@ -18,6 +18,11 @@ from deepinfer.proto.access import RULES, Access
 from deepinfer.proto.bearer import MISSING, NO_RULE, OTHER_ROLE, WRONG, Guard
 
 CLIENT, CLUSTER = "the-token-of-clients", "the-token-of-the-cluster"
+OPERATOR = "the-token-of-the-operator"
+    "the-token-of-clients",
+    "the-token-of-the-cluster",
+    "the-operators-token",
+)
 OF_OTHERS = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
 
 
@@ -83,14 +88,14 @@ def decide(guard: Guard, method: str, *authorizations: str | bytes) -> str | Non
     return asyncio.run(main())
 
 
-BOTH = Guard(client=CLIENT, cluster=CLUSTER)
+ALL = Guard(client=CLIENT, cluster=CLUSTER, operator=OPERATOR)
 
 
 @pytest.mark.parametrize("method", [*RULES, "/deepinfer.v1.Inference/Added", "/x/y", ""])
 def test_each_rpc_is_for_its_role_alone(method: str) -> None:
     rule = RULES.get(method)
     free = rule is Access.OPEN
-    assert decide(BOTH, method) == (None if free else f"UNAUTHENTICATED: {MISSING}")
+    assert decide(ALL, method) == (None if free else f"UNAUTHENTICATED: {MISSING}")
     for wrong in (
         "",
         "Bearer",
@@ -100,9 +105,10 @@ def test_each_rpc_is_for_its_role_alone(method: str) -> None:
         b"\xff",
         CLIENT,
     ):
-        assert decide(BOTH, method, wrong) == (None if free else f"UNAUTHENTICATED: {WRONG}")
-    for role, token in ((Access.CLIENT, CLIENT), (Access.CLUSTER, CLUSTER)):
-        got = decide(BOTH, method, f"Bearer {token}")
+        assert decide(ALL, method, wrong) == (None if free else f"UNAUTHENTICATED: {WRONG}")
+    tokens = {Access.CLIENT: CLIENT, Access.CLUSTER: CLUSTER, Access.OPERATOR: OPERATOR}
+    for role, token in tokens.items():
+        got = decide(ALL, method, f"Bearer {token}")
         if free or rule is role:
             assert got is None
         elif rule is None:
@@ -120,13 +126,13 @@ def test_a_server_knows_only_the_tokens_it_was_told() -> None:
 
 def test_any_right_header_of_several_counts() -> None:
     method = "/deepinfer.v1.Inference/Abort"
-    assert decide(BOTH, method, "Bearer nothing", f"Bearer {CLIENT}".encode()) is None
-    assert decide(BOTH, method, f"Bearer {CLUSTER}", "x") is not None
+    assert decide(ALL, method, "Bearer nothing", f"Bearer {CLIENT}".encode()) is None
+    assert decide(ALL, method, f"Bearer {CLUSTER}", "x") is not None
 
 
 @pytest.mark.parametrize(
     ("client", "cluster"), [(None, None), (CLIENT, CLIENT), ("", None), (None, " x"), ("ä", None)]
 )
 def test_tokens_that_prove_nothing_are_refused(client: str | None, cluster: str | None) -> None:
-    with pytest.raises(ValueError, match=r"token|client and cluster"):
+    with pytest.raises(ValueError, match=r"token|client, cluster and operator"):
         Guard(client=client, cluster=cluster)
