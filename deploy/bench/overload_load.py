@@ -163,7 +163,8 @@ class Process:
         try:
             await self._read(kind, asked, call, began_s)
         except grpc.aio.AioRpcError as error:
-            self._failed(kind, error, time.perf_counter() - began_s)
+            if not self._over.is_set():  # or it was called off from here
+                self._failed(error, time.perf_counter() - began_s)
         finally:
             self._idle -= kind == "idle"
             call.cancel()
@@ -192,11 +193,11 @@ class Process:
             if kind == "slow":
                 await asyncio.sleep(self._draw.uniform(*SLOW_READ_S))
 
-    def _failed(self, kind: str, error: grpc.aio.AioRpcError, took_s: float) -> None:
+    def _failed(self, error: grpc.aio.AioRpcError, took_s: float) -> None:
         code, details = error.code().name, error.details() or ""
         bound = re.search(r"max_\w+", details)
         reason = bound[0] if bound else details[:120]
-        self.came.refused[f"{code}: {reason}" if kind != "idle" else f"{code} (idle)"] += 1
+        self.came.refused[f"{code}: {reason}"] += 1
         if code == "RESOURCE_EXHAUSTED":
             _keep(self.came.refused_s, took_s)
 
