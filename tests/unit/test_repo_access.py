@@ -19,10 +19,6 @@ from deepinfer.proto.bearer import MISSING, NO_RULE, OTHER_ROLE, WRONG, Guard
 
 CLIENT, CLUSTER = "the-token-of-clients", "the-token-of-the-cluster"
 OPERATOR = "the-token-of-the-operator"
-    "the-token-of-clients",
-    "the-token-of-the-cluster",
-    "the-operators-token",
-)
 OF_OTHERS = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
 
 
