@@ -85,6 +85,7 @@ def test_settings_that_are_named_exist() -> None:
     others = {"--config", "--endpoint", "--json", "--once", "--interval", "--events"}
     others |= {"--connect-timeout", "--install-completion", "--show-completion", "--down"}
     others |= {"--index-url"}  # pip's
+    others |= {"--budget", "--jobs", "--output", "--pause", "--point"}  # deepinfer chaos
     for name in ("operating.md", "sizing.md", "troubleshooting.md"):
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         named = set(re.findall(r"`(--[a-z-]+)", text))
