@@ -71,8 +71,10 @@ class KvIdentity:
             run=effect.run,
         )
 
-    def refusal(self, pool: PagedPool, manifest: Manifest, effect: FetchPayload) -> str | None:
-        """Say why a payload is of no use to this fetch; None if it is."""
+    def refusal(
+        self, pool: PagedPool, manifest: Manifest, effect: FetchPayload
+    ) -> tuple[str, str] | None:
+        """Why a payload is of no use to this fetch, and in words; None if it is of use."""
         layout = pool.layout
         pairs = {
             "dtype": (manifest.dtype, layout.dtype.name),
@@ -278,17 +280,21 @@ class StoreSwapper:
         A payload that proves wrong further on leaves what came before it in blocks that are the
         sequence's own and are computed anew.
         """
-        refused = ""
+        refused: tuple[str, str] | None = None
 
         def into(manifest: Manifest) -> Take | None:
             nonlocal refused
-            refused = self._identity.refusal(self._pool, manifest, effect) or ""
+            refused = self._identity.refusal(self._pool, manifest, effect)
             return None if refused else self._taker(effect.block_ids, fence)
 
         result = await client.get(effect.ticket, into)
         if result.status is not StoreStatus.OK or result.manifest is None:
-            return _unfetched(effect, result.status, refused or result.detail)
+            return _unfetched(effect, result.status, result.detail)
         ahead = False if effect.ahead else None
+        if result.status is StoreStatus.BAD_PAYLOAD:
+            damage = "manifest" if result.manifest is None else "bytes"
+            reason, detail = refused or (damage, result.detail)
+            return _unfetched(effect, result.status, detail, reason)
         return _fetched(effect, result.manifest, result.copy_us, ahead)
 
     async def _take_in(
@@ -304,7 +310,7 @@ class StoreSwapper:
             return None
         manifest, payload = arrived
         if (refused := self._identity.refusal(self._pool, manifest, effect)) is not None:
-            log.info("what was fetched ahead as %s: %s", effect.ticket, refused)
+            log.info("what was fetched ahead as %s: %s", effect.ticket, refused[1])
             return None
         result = await client.take(manifest, payload, self._taker(effect.block_ids, fence))
         if result.status is not StoreStatus.OK:
@@ -365,6 +371,17 @@ def _fetched(
     )
 
 
-def _unfetched(effect: FetchPayload, status: StoreStatus, detail: str) -> FetchDone:
-    ahead = False if effect.ahead else None
-    return FetchDone(effect.ticket, effect.run, status, (), 0, 0, detail=detail, ahead=ahead)
+def _unfetched(
+    effect: FetchPayload, status: StoreStatus, detail: str, refused: str = ""
+) -> FetchDone:
+    return FetchDone(
+        effect.ticket,
+        effect.run,
+        status,
+        (),
+        0,
+        0,
+        detail=detail,
+        ahead=False if effect.ahead else None,
+        refused=refused,
+    )

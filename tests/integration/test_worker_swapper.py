@@ -11,6 +11,7 @@ from deepinfer.kvstore.core.manifest import Manifest
 from deepinfer.kvstore.core.messages import StoreStatus
 from deepinfer.kvstore.core.precision import Precision
 from deepinfer.workers.core.events import (
+    REFUSALS,
     AbortPut,
     CancelFetch,
     Commit,
@@ -139,7 +140,10 @@ def test_each_mismatch_is_named(change: dict[str, object], named: str) -> None:
     other: Manifest = replace(manifest, **change)  # type: ignore[arg-type]
     refusal = IDENTITY.refusal(pool, other, FETCH)
     assert refusal is not None
-    assert refusal.startswith(f"manifest.{named} = ")
+    reason, words = refusal
+    assert reason == named
+    assert reason in REFUSALS
+    assert words.startswith(f"manifest.{named} = ")
 
 
 def test_the_worst_precision_travels_with_the_payload() -> None:
@@ -163,4 +167,5 @@ def test_the_worst_precision_travels_with_the_payload() -> None:
 def test_a_payload_that_needs_more_room_is_refused() -> None:
     pool = PagedPool(LAYOUT, 8)
     small = FETCH._replace(block_ids=(0, 5))
-    assert IDENTITY.refusal(pool, IDENTITY.draft(pool, PUT), small) == "3 blocks, room for 2"
+    refusal = IDENTITY.refusal(pool, IDENTITY.draft(pool, PUT), small)
+    assert refusal == ("blocks", "3 blocks, room for 2")

@@ -10,6 +10,7 @@ from deepinfer.kvstore.core.messages import Admit, Cancel, Preempt, Prefetch, Sw
 from deepinfer.kvstore.core.precision import Precision
 from deepinfer.workers.core.config import WorkerConfig
 from deepinfer.workers.core.events import (
+    REFUSALS,
     CommitReply,
     FetchDone,
     FromGateway,
@@ -101,6 +102,8 @@ class WorkerCore:
         """
         counters = self._roster.counters
         counts: dict[str, Any] = {f.name: getattr(counters, f.name) for f in fields(counters)}
+        for reason, count in zip(REFUSALS, counts.pop("payloads_refused"), strict=True):
+            counts[f'payloads_refused{{reason="{reason}"}}'] = count
         in_precisions = zip(Precision, counts.pop("tokens_in"), counts.pop("ms_in"), strict=True)
         if self.config.levels == 1:
             del counts["precision_switches"]

@@ -9,7 +9,7 @@ then the core keeps those blocks out of use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from deepinfer.kvstore.core.ids import GatewayId, Run, Seq, StoreId, Ticket
 from deepinfer.kvstore.core.messages import (
@@ -89,6 +89,22 @@ class ResolveReply(NamedTuple):
     status: StoreStatus
 
 
+REFUSALS: Final = (
+    "bytes",
+    "manifest",
+    "dtype",
+    "encoding",
+    "layout",
+    "block_bytes",
+    "model",
+    "run",
+    "blocks",
+    "precision",
+)
+"""Why a payload is of no use: its bytes are not what was hashed, its manifest is none, or it names
+something that does not belong here."""
+
+
 class FetchDone(NamedTuple):
     """The copy into the pool has ended. OK: the bytes copied were verified against the manifest.
 
@@ -107,6 +123,8 @@ class FetchDone(NamedTuple):
     """The manifest's: the worst that computed any of it."""
     ahead: bool | None = None
     """Whether the bytes came from what had been fetched ahead; None if nothing had."""
+    refused: str = ""
+    """What was wrong with a payload that came, one of ``REFUSALS``; empty: none was refused."""
 
 
 class StoreGone(NamedTuple):

@@ -11,7 +11,13 @@ from deepinfer.kvstore.core.precision import Precision, PrecisionRule
 from deepinfer.kvstore.core.states import State
 from deepinfer.workers.core.blocks import BlockManager
 from deepinfer.workers.core.config import WorkerConfig
-from deepinfer.workers.core.events import CancelFetch, CancelPrefetch, ForgetSeq, WorkerEffect
+from deepinfer.workers.core.events import (
+    REFUSALS,
+    CancelFetch,
+    CancelPrefetch,
+    ForgetSeq,
+    WorkerEffect,
+)
 from deepinfer.workers.core.sequence import Resident
 from deepinfer.workers.core.swap import Copies, InPhase
 
@@ -44,6 +50,8 @@ class Counters:
     """The same of verified swap-ins."""
     swap_failures: int = 0
     recomputed: int = 0
+    payloads_refused: tuple[int, ...] = (0,) * len(REFUSALS)
+    """Payloads that came and were not used, for each of ``REFUSALS``."""
     precision_switches: int = 0
     """Steps at another level than the one before."""
     tokens_in: tuple[int, ...] = (0,) * len(Precision)
@@ -65,6 +73,12 @@ class Counters:
         """Count a token that was generated."""
         self.tokens_generated += 1
         self.tokens_in = _added(self.tokens_in, precision, 1)
+
+    def add_refusal(self, reason: str) -> None:
+        """Count a payload that was refused, for one of ``REFUSALS``."""
+        at = REFUSALS.index(reason)
+        counts = self.payloads_refused
+        self.payloads_refused = (*counts[:at], counts[at] + 1, *counts[at + 1 :])
 
     def add_time(self, precision: Precision, ms: int) -> None:
         """Count the time of a step."""

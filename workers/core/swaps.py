@@ -145,6 +145,8 @@ class Swaps:
     def fetch_done(self, event: FetchDone, now_ms: int) -> None:
         roster = self._roster
         roster.copies.end((event.ticket, event.run))
+        if event.refused:
+            roster.counters.add_refusal(event.refused)
         resident = self._fetching(event.ticket, event.run)
         if event.ahead is not None:
             used = event.ahead and event.status is StoreStatus.OK and resident is not None
