@@ -52,6 +52,8 @@ class ClientHost(Host):
         "wants_notices",
     )
 
+    kind = "client"
+
     def __init__(self, world: World, plan: ClientPlan) -> None:
         super().__init__(world, plan.name, Tick())
         self.plan = plan
@@ -96,7 +98,7 @@ class ClientHost(Host):
                 give_up_ms=10 * FINISH_MS,
             ),
         )
-        self.drive(Start(self.engine.rng.random()))
+        self.drive(Start(self.random()))
         for after_ms in self.plan.cut_after_ms:
             self.after(after_ms, self.cut)
         if self.plan.abort_after_ms is not None:
@@ -106,11 +108,13 @@ class ClientHost(Host):
 
     # ---- what a caller may do ----
 
-    def abort(self) -> None:
-        """The user no longer wants it."""
-        if self.ended_ms is None:
-            self.aborted = True
-            self.drive(AbortRequested())
+    def abort(self) -> bool:
+        """The user no longer wants it; False if it has ended."""
+        if self.ended_ms is not None:
+            return False
+        self.aborted = True
+        self.drive(AbortRequested())
+        return True
 
     def vanish(self) -> None:
         """The process ends without a word."""
@@ -118,10 +122,12 @@ class ClientHost(Host):
             stream.cut()
         self.kill()
 
-    def cut(self) -> None:
-        """The connection breaks."""
-        for stream in list(self._attempts):
+    def cut(self) -> bool:
+        """The connection breaks; False if there is none."""
+        streams = list(self._attempts)
+        for stream in streams:
             stream.cut()
+        return bool(streams)
 
     # ---- streams ----
 
@@ -157,7 +163,7 @@ class ClientHost(Host):
     def _ended(self, stream: Stream, code: str, detail: str) -> None:
         attempt = self._attempts.pop(stream, None)
         if attempt is not None:
-            self.drive(StreamEnded(attempt, code, detail, self.engine.rng.random()))
+            self.drive(StreamEnded(attempt, code, detail, self.random()))
 
     def _close(self, effect: CloseStream) -> None:
         for stream, attempt in list(self._attempts.items()):
@@ -171,8 +177,8 @@ class ClientHost(Host):
             self.world.gateways[effect.endpoint],
             effect,
             self.world.gateways[effect.endpoint].serve_abort,
-            lambda _: self.drive(AbortAnswered(attempt, True, self.engine.rng.random())),
-            lambda: self.drive(AbortAnswered(attempt, False, self.engine.rng.random())),
+            lambda _: self.drive(AbortAnswered(attempt, True, self.random())),
+            lambda: self.drive(AbortAnswered(attempt, False, self.random())),
             400,
         )
 
@@ -183,7 +189,7 @@ class ClientHost(Host):
 
     def _woken(self, due: int) -> None:
         if due == self._due:
-            self.drive(Tick(self.engine.rng.random()))
+            self.drive(Tick(self.random()))
 
     # ---- what the caller gets ----
 

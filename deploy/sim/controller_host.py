@@ -39,6 +39,8 @@ class ControllerHost(Host):
 
     __slots__ = ("_links", "epoch")
 
+    kind = "controller"
+
     def __init__(self, world: World, epoch: int) -> None:
         super().__init__(world, f"k{epoch}", Tick())
         self.epoch = epoch

@@ -200,7 +200,7 @@ class Put:
         worker = self._worker
         self._mapping.closed = True
         if self._mapping.body.shared:
-            delay = 1 + worker.engine.rng.randrange(5)
+            delay = 1 + worker.within(5)
             worker.engine.after(
                 delay, self._store.take, self.store_life, self._store.close, (self._mapping,)
             )
@@ -316,7 +316,7 @@ class Fetch:
         self._over = True
         worker, asked = self._worker, self._asked
         self._mapping.closed = True
-        delay = 1 + worker.engine.rng.randrange(5)
+        delay = 1 + worker.within(5)
         worker.engine.after(
             delay, self._store.take, self._store_life, self._store.close, (self._mapping,)
         )

@@ -1,7 +1,8 @@
-"""The simulator's clock, its one source of chance, and the processes that share them.
+"""The simulator's clock, its chance, and the processes that share them.
 
 Everything that happens is an act on one heap, ordered by (simulated millisecond, serial number);
-nothing else decides an order, so a seed fixes the whole run.
+nothing else decides an order, so a seed fixes the whole run. Each process, channel and fault draws
+from a stream of its own, so that leaving one fault out does not redraw all the others.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
+from zlib import crc32
 
-Act = Callable[..., None]
+Act = Callable[..., object]
 
 
 class Engine:
-    """A heap of acts in simulated time. ``rng`` is the only chance in a simulation."""
+    """A heap of acts in simulated time."""
 
-    __slots__ = ("_heap", "_serial", "acts", "now_ms", "rng")
+    __slots__ = ("_heap", "_seed", "_serial", "acts", "now_ms")
 
     def __init__(self, seed: int) -> None:
-        self.rng = Random(seed)
+        self._seed = seed
         self.now_ms = 0
         self.acts = 0
         """Acts done so far."""
         self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
         self._serial = 0
+
+    def chance(self, of: str) -> Random:
+        """A stream of random numbers, the same for a seed and a name."""
+        return Random(self._seed << 32 | crc32(of.encode()))
 
     def after(self, delay_ms: int, act: Act, *args: Any) -> None:
         """Do ``act(*args)`` ``delay_ms`` (0 or more) from now, behind what is already due then."""
@@ -59,11 +65,13 @@ class Process:
     in order, until it goes on.
     """
 
-    __slots__ = ("_backlog", "engine", "life", "name", "stopped", "streams", "up")
+    __slots__ = ("_backlog", "engine", "life", "name", "random", "stopped", "streams", "up")
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
+        self.random = engine.chance(name).random
+        """This process's own chance: the next number in [0, 1)."""
         self.life = 0
         """Its incarnation: 0 before the first start, then one more with each."""
         self.up = False
@@ -100,6 +108,10 @@ class Process:
         while self._backlog and not self.stopped and self.up:
             act, args = self._backlog.popleft()
             act(*args)
+
+    def within(self, count: int) -> int:
+        """One of 0 .. ``count`` - 1, by this process's own chance."""
+        return int(self.random() * count)
 
     def after(self, delay_ms: int, act: Act, *args: Any) -> None:
         """Do ``act`` in this life, ``delay_ms`` from now; never if the life ends first."""

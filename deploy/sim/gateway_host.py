@@ -58,6 +58,8 @@ class GatewayHost(Reporter):
         "_streams",
     )
 
+    kind = "gateway"
+
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name, Tick())
         self._minted = 0
@@ -169,7 +171,8 @@ class GatewayHost(Reporter):
         if effect.usage is not None and isinstance(effect.message, Finished):
             self.world.history.accounted(client.name, effect.message.choice, effect.usage)
         stream.send(self, effect.message)
-        self.after(1 + client.plan.read_ms, self._written, effect.stream)
+        read_ms = 0 if self.world.fair else client.plan.read_ms
+        self.after(1 + read_ms, self._written, effect.stream)
 
     def _written(self, name: StreamId) -> None:
         if name in self._streams:
@@ -221,7 +224,7 @@ class GatewayHost(Reporter):
         answer = (
             Scanned(effect.seq, len(seen)) if stopped is None else StopMatched(effect.seq, stopped)
         )
-        due_ms = max(self.engine.now_ms + self.engine.rng.randrange(3), self._scan_due_ms)
+        due_ms = max(self.engine.now_ms + self.within(3), self._scan_due_ms)
         self._scan_due_ms = due_ms
         self.after(due_ms - self.engine.now_ms, self.drive, answer)
 

@@ -72,9 +72,11 @@ def plan_of(given: list[str]) -> Plan:
         weather=WeatherPlan(
             jitter_ms=1, late_share=0.0, late_ms=1, loss_share=0.0, double_share=0.0
         ),
-        faults=(("scripted", 1.0),),
-        fault_every_ms=0,
+        faults=("scripted",),
+        strikes=(),
         fault_phase_ms=0,
+        patient=True,
+        tick_ms=50,
         reserve_full=False,
         growth_reserve_blocks=0,
         min_residency_tokens=0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepinfer.deploy.sim.engine import Process
 from deepinfer.deploy.sim.network import Stream
@@ -20,7 +20,20 @@ if TYPE_CHECKING:
 class Host(Process):
     """A process around a core that is made anew in each life."""
 
-    __slots__ = ("_checked", "_performers", "_skew_ms", "_tick", "_tick_ms", "core", "world")
+    __slots__ = (
+        "_checked",
+        "_done",
+        "_heard",
+        "_performers",
+        "_skew_ms",
+        "_tick",
+        "_tick_ms",
+        "core",
+        "world",
+    )
+
+    kind: ClassVar[str]
+    """What it is a process of: worker, store, gateway, controller or client."""
 
     def __init__(self, world: World, name: str, tick: object) -> None:
         super().__init__(world.engine, name)
@@ -30,6 +43,8 @@ class Host(Process):
         self._tick_ms = world.tick_ms
         self._skew_ms = 0
         self._checked = 0
+        self._heard = world.heard[self.kind]
+        self._done = world.done[self.kind]
         self._performers: dict[type, Callable[[Any], None]] = {}
 
     @property
@@ -40,11 +55,11 @@ class Host(Process):
     def start(self) -> None:
         """Begin the next life, with a clock that is off by as much as the plan allows."""
         super().start()
-        self._skew_ms = self.engine.rng.randrange(self.world.plan.clock_skew_ms + 1)
+        self._skew_ms = self.within(self.world.plan.clock_skew_ms + 1)
 
     def begin_ticking(self) -> None:
         """Start this life's clock."""
-        self.after(self.engine.rng.randrange(1, self._tick_ms + 1), self._ticked)
+        self.after(1 + self.within(self._tick_ms), self._ticked)
 
     def _ticked(self) -> None:
         self.drive(self._tick)
@@ -55,13 +70,17 @@ class Host(Process):
         world = self.world
         if world.tape is not None and event is not self._tick:
             world.tape(self.engine.now_ms, "=>", self.name, self.name, event)
+        self._heard[type(event)] += 1
         effects = self.core.handle(event, self.engine.now_ms + self._skew_ms)
         self._checked += 1
         if world.check_always or self._checked % 64 == 0:
             self.core.check()
-        performers = self._performers
-        for effect in effects:
-            performers[type(effect)](effect)
+        if effects:
+            performers, done = self._performers, self._done
+            for effect in effects:
+                kind = type(effect)
+                done[kind] += 1
+                performers[kind](effect)
 
     def call(
         self,
@@ -151,11 +170,12 @@ class Reporter(Host, ABC):
     def begin_reporting(self) -> None:
         """Look for a controller, now and whenever the stream breaks."""
         self._controller = None
-        self.after(self.engine.rng.randrange(1, 10), self._connect)
+        self.after(1 + self.within(9), self._connect)
 
     def _connect(self) -> None:
-        controller = self.world.controller
-        if not controller.up or controller.stopped:
+        controller = self.world.havoc.controller_for(self)
+        reachable = self.world.network.reachable(self.name, controller.name)
+        if not controller.up or controller.stopped or not reachable:
             self.after(20, self._connect)
             return
         self._controller = Stream(
@@ -172,7 +192,7 @@ class Reporter(Host, ABC):
     def _disconnected(self, stream: Stream) -> None:
         if stream is self._controller:
             self._controller = None
-            self.after(self.engine.rng.randrange(1, 40), self._connect)
+            self.after(1 + self.within(39), self._connect)
 
     def _replied(self, stream: Stream, reply: Any) -> None:
         if stream is self._controller:

@@ -75,6 +75,16 @@ def whole_answer(record: RequestRecord, choice: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def first_tokens(prompt: Sequence[int], seed: int, count: int) -> list[int]:
+    """The first tokens of a request's first choice, without noise, masks or ends."""
+    kv = kv_of(prompt)[-1]
+    tokens = []
+    for _ in range(count):
+        tokens.append((chain(kv, seed * 512) >> 7) % VOCABULARY)
+        kv = chain(kv, tokens[-1])
+    return tokens
+
+
 def evidence(kv: int, run: Run, rank: int = 0) -> tuple[float, tuple[tuple[int, float], ...]]:
     """What a sampled token says about its origin, in the fields of a token's log-probabilities.
 

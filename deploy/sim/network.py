@@ -1,7 +1,8 @@
 """What carries messages: streams, in order while they live, and calls, each on its own.
 
 Nothing here looks into a message. How long one takes and whether it is lost or doubled is the
-weather's word (``faults.py``, or a story's script).
+weather's word (``faults.py``, or a story's script). While one process cannot reach another, calls
+are lost and streams stand still, until they are taken for dead.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from deepinfer.deploy.sim.engine import Act, Engine, Process
+
+KEEPALIVE_MS = 1500
+"""The longest that a stream stands still before it is taken for dead."""
 
 Tape = Callable[[int, str, str, str, object], None]
 """(now_ms, what happened, from, to, message): called for everything that is sent or arrives."""
@@ -108,7 +112,7 @@ class Stream:
         self._leaks = self._network.weather.leaks()
         for direction in (self._ab, self._ba):
             direction.target.streams.pop(self, None)
-            engine.after(engine.rng.randrange(1, 20), self._close, direction)
+            engine.after(1 + direction.target.within(19), self._close, direction)
 
     def _close(self, direction: _Direction) -> None:
         direction.closed = True
@@ -118,7 +122,7 @@ class Stream:
 class Network:
     """Carries messages between processes as the weather allows."""
 
-    __slots__ = ("engine", "held", "tape", "weather")
+    __slots__ = ("_stuck", "engine", "held", "silent", "tape", "weather")
 
     def __init__(self, engine: Engine, weather: Weather, tape: Tape | None = None) -> None:
         self.engine = engine
@@ -126,12 +130,38 @@ class Network:
         self.tape = tape
         self.held: list[tuple[str, str, object, Act, tuple[Any, ...]]] = []
         """Held by a script: (from, to, message, what delivers it)."""
+        self.silent: dict[tuple[str, str], int] = {}
+        """(from, to) that nothing passes now, and how many partitions say so."""
+        self._stuck: dict[tuple[str, str], list[tuple[Stream, _Direction]]] = {}
+
+    def reachable(self, a: str, b: str) -> bool:
+        """Whether a connection can be made between two processes."""
+        silent = self.silent
+        return not silent or ((a, b) not in silent and (b, a) not in silent)
+
+    def silence(self, source: str, target: str) -> None:
+        """From here on nothing passes from ``source`` to ``target``."""
+        self.silent[source, target] = self.silent.get((source, target), 0) + 1
+
+    def heal(self, source: str, target: str) -> None:
+        """End one ``silence``; what waited on streams that still live goes on its way."""
+        self.silent[source, target] -= 1
+        if not self.silent[source, target]:
+            del self.silent[source, target]
+            for stream, direction in self._stuck.pop((source, target), ()):
+                self._let_go(stream, direction)
 
     def hop(self, stream: Stream, direction: _Direction, message: object) -> None:
         """Carry a message along a stream, behind those sent before it."""
         source, target = direction.source.name, direction.target.name
         if direction.held:
             direction.held.append(message)
+            return
+        if self.silent and (source, target) in self.silent:
+            direction.held.append(message)
+            self._stuck.setdefault((source, target), []).append((stream, direction))
+            patience_ms = KEEPALIVE_MS // 10 + direction.source.within(KEEPALIVE_MS)
+            self.engine.after(patience_ms, self._taken_for_dead, stream, direction)
             return
         delay = self.weather.hop_ms(source, target, message)
         if delay is None:
@@ -142,6 +172,10 @@ class Network:
         direction.last_ms = at_ms
         self.engine.after(at_ms - self.engine.now_ms, stream.arrive, direction, message)
 
+    def _taken_for_dead(self, stream: Stream, direction: _Direction) -> None:
+        if direction.held:
+            stream.cut()
+
     def _let_go(self, stream: Stream, direction: _Direction) -> None:
         waiting, direction.held = direction.held, []
         for message in waiting:
@@ -150,6 +184,8 @@ class Network:
 
     def post(self, source: str, target: str, message: object, act: Act, *args: Any) -> None:
         """Carry a call (or a reply): each copy of it does ``act(*args)`` when it arrives."""
+        if self.silent and (source, target) in self.silent:
+            return
         for delay in self.weather.calls_ms(source, target, message):
             if delay is None:
                 copy = (source, target, message, act, args)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from deepinfer.deploy.sim.model import EOS, VOCABULARY
+from deepinfer.deploy.sim.model import EOS, VOCABULARY, first_tokens
 
 FINISH_MS = 60_000
 """How long after the last fault everything may take to finish."""
@@ -89,6 +89,15 @@ class WeatherPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One fault to come: a method of ``Havoc``, which decides the rest by ``chance``."""
+
+    at_ms: int
+    name: str
+    chance: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything that a seed decides before the first event."""
 
@@ -99,11 +108,14 @@ class Plan:
     gateways: tuple[str, ...]
     clients: tuple[ClientPlan, ...]
     weather: WeatherPlan
-    faults: tuple[tuple[str, float], ...]
-    """(name, weight) of the faults that may happen."""
-    fault_every_ms: int
-    """Mean time between two faults; 0 for none."""
+    faults: tuple[str, ...]
+    """Names of the faults that may happen."""
+    strikes: tuple[Strike, ...]
+    """Those that will."""
     fault_phase_ms: int
+    patient: bool
+    """Whether that lasts so long even when every client has its answer before."""
+    tick_ms: int
     reserve_full: bool
     growth_reserve_blocks: int
     min_residency_tokens: int
@@ -136,6 +148,8 @@ class Plan:
     """Whether computing a token twice may give two different tokens."""
     shed_exact_wait_ms: int = 60_000
     """How long exact requests wait for lower planes to return."""
+    w8a8_rows: int = 0
+    """Steps of so many tokens at the highest level are W8A8; 0: none is."""
     check_always: bool
     """Whether every core's ``check()`` runs after each of its events."""
 
@@ -152,14 +166,30 @@ FAULTS = (
     "stop_worker_long",
     "stop_store_long",
     "stop_gateway_long",
+    "kill_in_put",
+    "stop_in_put",
+    "kill_in_commit",
+    "kill_in_fetch",
+    "kill_store_in_put",
+    "kill_node",
+    "stuck_step",
+    "shrink_worker",
+    "shrink_store",
+    "slow_store",
     "rival_controller",
     "false_alarm",
+    "part_pair",
+    "part_pair_one_way",
+    "part_nodes",
+    "part_nodes_one_way",
     "cut_report",
     "cut_link",
     "cut_client",
     "abort_client",
     "rot",
     "drain_worker",
+    "drain_gateway",
+    "rolling_restart",
     "fickle_controller",
 )
 
@@ -203,16 +233,30 @@ def draw(seed: int) -> Plan:
         )
         for i in range(rng.choice((1, 1, 1, 2, 2, 0)))
     )
-    busy_ms = rng.choice((1, 100, 500, 1500))
+    crowded = rng.random() < 0.4
+    if crowded:  # all come at once, to little room, and there is a place to swap to
+        workers = tuple(replace(w, blocks=rng.choice((4, 6, 8))) for w in workers[:2])
+        largest = max(worker.blocks for worker in workers)
+        stores = tuple(replace(s, budget_blocks=64, tickets_max=64) for s in stores) or (
+            StorePlan(name="s0", node="n0", budget_blocks=64, tickets_max=64),
+        )
+    busy_ms = rng.choice((1, 100) if crowded else (1, 100, 500, 1500))
     clients = tuple(
-        _client(rng, i, prefixes, block_size, largest, busy_ms) for i in range(rng.randrange(3, 7))
+        _client(rng, i, prefixes, block_size, largest, busy_ms, crowded=crowded)
+        for i in range(rng.randrange(3, 7))
     )
     if shedding.random() < 0.5:  # otherwise few of them meet planes that are away
         clients = tuple(replace(c, exact=shedding.random() < 0.5) for c in clients)
     calm = rng.random() < 0.1
-    chosen = tuple((name, 0.2 + rng.random()) for name in FAULTS if rng.random() < 0.4)
-    if any(worker.tail_blocks for worker in workers) and shedding.random() < 0.5:
-        chosen = (*chosen[:1], ("fickle_controller", 1.0))  # else loads seldom last till a return
+    # Half of the seeds have few kinds of faults, so that each of them meets itself.
+    share = rng.choice((0.1, 0.1, 0.4) if crowded else (0.1, 0.4))
+    weights = {} if calm else {n: 0.2 + rng.random() for n in FAULTS if rng.random() < share}
+    if crowded and not calm and rng.random() < 0.5:
+        weights |= {name: 1.0 for name in FAULTS if "_in_" in name and rng.random() < 0.8}
+    if any(worker.tail_blocks for worker in workers) and shedding.random() < 0.3:
+        # Else loads seldom last till a return.
+        weights = {**dict(list(weights.items())[:1]), "fickle_controller": 1.0}
+    fault_phase_ms = rng.choice((1000, 2000, 3000))
     return Plan(
         seed=seed,
         block_size=block_size,
@@ -222,32 +266,48 @@ def draw(seed: int) -> Plan:
         clients=clients,
         weather=WeatherPlan(
             jitter_ms=rng.choice((2, 5, 30)),
-            late_share=0.0 if calm else _share(rng, 0.05),
+            late_share=0.0 if calm else _share(rng, 0.1),
             late_ms=rng.choice((100, 600, 3000)),
-            loss_share=0.0 if calm else _share(rng, 0.2),
-            double_share=0.0 if calm else _share(rng, 0.2),
+            loss_share=0.0 if calm else _share(rng, 0.5 if crowded else 0.3),
+            double_share=0.0 if calm else _share(rng, 0.5 if crowded else 0.3),
         ),
-        faults=() if calm else chosen,
-        fault_every_ms=0 if calm or not chosen else rng.choice((40, 120, 300)),
-        fault_phase_ms=rng.choice((1000, 2000, 3000)),
+        faults=tuple(weights),
+        strikes=_strikes(Random(f"strikes {seed}"), weights, fault_phase_ms),
+        fault_phase_ms=fault_phase_ms,
+        patient=rng.random() < 0.25,
+        tick_ms=rng.choice((50, 100, 100)),
         reserve_full=rng.random() < 0.2,
         growth_reserve_blocks=rng.choice((0, 1, 1, 2)),
         min_residency_tokens=rng.choice((0, 1, 4, 16)),
         reserve_slack_tokens=rng.choice((0, 2, 8)),
-        max_swapped_requests=rng.choice((0, 1, 2, *(None,) * 7)),
-        cpu_offload=rng.random() < 0.95,
+        max_swapped_requests=None if crowded else rng.choice((0, 1, 2, *(None,) * 7)),
+        cpu_offload=crowded or rng.random() < 0.95,
         prefetch_blocks=Random(f"prefetch {seed}").choice((0, 2, 64, 64, 64)),
         policy=rng.choice(("lru", "lru", "youngest", "cost")),
         **precision,
         prefix_cache=rng.random() < 0.7,
         clock_skew_ms=rng.choice((0, 0, 50, 1000)),
-        report_ms=rng.choice((50, 100)),
+        report_ms=rng.choice((50, 100, 200)),
         tight=rng.random() < 0.25,
         late_start_ms=rng.choice((0, 0, 0, 1500)),
         noisy=rng.random() < 0.5,
         shed_exact_wait_ms=shedding.choice((1500, 60_000, 60_000, 60_000)),
+        w8a8_rows=Random(f"w8a8 {seed}").choice((0, 0, 2, 6)) if precision["levels"] > 1 else 0,
         check_always=seed % 8 == 0,
     )
+
+
+def _strikes(rng: Random, weights: dict[str, float], end_ms: int) -> tuple[Strike, ...]:
+    if not weights:
+        return ()
+    names, each = list(weights), list(weights.values())
+    every_ms = rng.choice((40, 120, 300))
+    strikes: list[Strike] = []
+    at_ms = 0
+    while (at_ms := at_ms + 1 + int(rng.expovariate(1.0 / every_ms))) < end_ms:
+        name = rng.choices(names, each)[0]
+        strikes.append(Strike(at_ms=at_ms, name=name, chance=rng.getrandbits(32)))
+    return tuple(strikes)
 
 
 def _precision(rng: Random) -> dict[str, Any]:
@@ -284,15 +344,18 @@ def _client(
     block_size: int,
     largest_pool: int,
     busy_ms: int,
+    *,
+    crowded: bool,
 ) -> ClientPlan:
     room = largest_pool * block_size
     # Mostly a good part of what the largest pool can hold, now and then more.
     total = rng.randrange(room // 2, room + 1) if rng.random() < 0.95 else room + 1
-    max_tokens = rng.randrange(1, min(total, 33))
+    max_tokens = rng.randrange(min(total, 33) // 2 if crowded else 1, min(total, 33))
     length = total - max_tokens
     shared = rng.choice(prefixes) if rng.random() < 0.6 else ()
     own = tuple(rng.randrange(VOCABULARY - 1) for _ in range(length))
     prompt = (shared[: rng.randrange(0, 13)] + own)[:length]
+    own_seed = rng.randrange(1 << 40)
     fate = rng.random()
     when = rng.randrange(1, 600)
     return ClientPlan(
@@ -301,17 +364,26 @@ def _client(
         prompt_ids=prompt,
         max_tokens=max_tokens,
         choices=2 if rng.random() < 0.1 else 1,
-        seed=rng.randrange(1 << 40),
+        seed=own_seed,
         stop_ids=(EOS,) if rng.random() < 0.4 else (),
-        stop_pair=(rng.randrange(VOCABULARY), rng.randrange(VOCABULARY))
-        if rng.random() < 0.1
-        else None,
+        stop_pair=_stop_pair(rng, prompt, own_seed, max_tokens) if rng.random() < 0.15 else None,
         min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.2 else 0,
         deadline_after_ms=rng.randrange(20, 3000) if rng.random() < 0.1 else None,
-        read_ms=rng.choice((0, 0, 0, 3, 40)),
+        read_ms=3000 if rng.random() < 0.03 else rng.choice((0, 0, 0, 3, 40)),
         abort_after_ms=when if fate < 0.08 else None,
         vanish_after_ms=when if 0.08 <= fate < 0.14 else None,
         cut_after_ms=tuple(rng.randrange(1, 800) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
         priority=rng.choice((0, 0, 0, 1)),
         exact=rng.random() < 0.2,
     )
+
+
+def _stop_pair(
+    rng: Random, prompt: tuple[int, ...], seed: int, max_tokens: int
+) -> tuple[int, int] | None:
+    """Two tokens in a row that the first choice comes to if nothing disturbs it."""
+    if max_tokens < 2:
+        return None
+    answer = first_tokens(prompt, seed, max_tokens)
+    place = rng.randrange(max_tokens - 1)
+    return answer[place], answer[place + 1]

@@ -43,7 +43,7 @@ class SimPlanes:
             raise ViolationError(f"{self._worker}: sheds planes that are away")
         worker = self._worker
         self._here = False
-        worker.after(worker.engine.rng.randrange(1, 6), worker.drive, PlanesShed())
+        worker.after(1 + worker.within(5), worker.drive, PlanesShed())
 
     def restore(self, effect: RestorePlanes) -> None:
         """Copy them back; now and then that fails, but not for ever."""
@@ -52,7 +52,7 @@ class SimPlanes:
         worker = self._worker
         self._returning = True
         self._scribble()
-        delay_ms = worker.plan.return_ms + worker.engine.rng.randrange(worker.plan.return_ms + 1)
+        delay_ms = worker.plan.return_ms + worker.within(worker.plan.return_ms + 1)
         worker.after(delay_ms, self._restored)
 
     def _restored(self) -> None:
@@ -60,7 +60,7 @@ class SimPlanes:
         self._returning = False
         self._scribble()
         fair = worker.world.fair
-        ok = fair or worker.engine.rng.random() >= worker.plan.return_fails
+        ok = fair or worker.random() >= worker.plan.return_fails
         self._here = ok
         worker.drive(PlanesRestored(ok, "" if ok else "the copy failed"))
 

@@ -1,26 +1,20 @@
-"""``deepinfer simulate``: many seeds, each a cluster with its own faults.
-
-A seed that fails prints what broke, the command that replays it, and the last events before it.
-"""
+"""One seed, and a range of them: run, watched, and judged."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import gc
+from collections import Counter, deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from multiprocessing import get_context
 from typing import TextIO
 
+from deepinfer.deploy.sim.case import Case, kind_of
+from deepinfer.deploy.sim.coverage import of_moves, of_world, watched_moves
 from deepinfer.deploy.sim.plan import draw
 from deepinfer.deploy.sim.world import World
 
 LAST_EVENTS = 40
-_CHUNK = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +23,8 @@ class Failed:
 
     seed: int
     error: str
+    kind: str
+    """The error without names and numbers: what failures have in common."""
     last_events: tuple[str, ...]
 
     @property
@@ -36,22 +32,30 @@ class Failed:
         """The command that shows it again."""
         return f"deepinfer simulate --seeds 1 --start {self.seed} --trace"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What a range of seeds came to."""
-
-    seeds: int
-    failures: tuple[Failed, ...]
-    acts: int
-    """Simulated events, over all seeds."""
-    simulated_ms: int
-    wall_s: float
-
     @property
-    def seeds_per_s(self) -> float:
-        """Seeds a second of wall time."""
-        return self.seeds / self.wall_s if self.wall_s > 0 else 0.0
+    def shrink(self) -> str:
+        """The command that finds out what it takes."""
+        return f"deepinfer simulate --seeds 1 --start {self.seed} --shrink"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What some seeds came to. Tallies add up."""
+
+    seeds: int = 0
+    acts: int = 0
+    """Simulated events."""
+    simulated_ms: int = 0
+    failures: list[Failed] = field(default_factory=list)
+    coverage: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Tally) -> None:
+        """Add another's numbers."""
+        self.seeds += other.seeds
+        self.acts += other.acts
+        self.simulated_ms += other.simulated_ms
+        self.failures += other.failures
+        self.coverage.update(other.coverage)
 
 
 class Tape:
@@ -76,7 +80,7 @@ class Tape:
 
 def run_seed(seed: int, tape: Tape | None = None) -> World:
     """Run one seed to its end. Raises whatever breaks."""
-    world = World(draw(seed), tape=tape)
+    world = Case(draw(seed)).world(tape)
     world.run()
     return world
 
@@ -88,93 +92,38 @@ def trace_digest(seed: int) -> str:
     return tape.digest()
 
 
-def _try_seed(seed: int) -> tuple[int, int, Failed | None]:
+def _try_seed(seed: int, tally: Tally) -> None:
+    world = Case(draw(seed)).world()
     try:
-        world = run_seed(seed)
+        world.run()
     except Exception as error:  # noqa: BLE001  # whatever a core raises is what we look for
         text = f"{type(error).__name__}: {error}"
-        return 0, 0, Failed(seed=seed, error=text, last_events=_last_events(seed))
-    return world.engine.acts, world.engine.now_ms, None
+        tape = Tape()
+        with suppress(Exception):
+            run_seed(seed, tape)  # once more, on tape this time
+        failed = Failed(seed=seed, error=text, kind=kind_of(error), last_events=tuple(tape.last))
+        tally.failures.append(failed)
+    tally.seeds += 1
+    tally.acts += world.engine.acts
+    tally.simulated_ms += world.engine.now_ms
+    tally.coverage.update(of_world(world))
 
 
-def _last_events(seed: int) -> tuple[str, ...]:
-    """Run a failing seed once more, on tape this time."""
-    tape = Tape()
-    with suppress(Exception):
-        run_seed(seed, tape)
-    return tuple(tape.last)
-
-
-def _try_seeds(start: int, count: int) -> list[tuple[int, int, Failed | None]]:
-    return [_try_seed(seed) for seed in range(start, start + count)]
-
-
-def _results(seeds: int, start: int, jobs: int) -> Iterator[tuple[int, int, Failed | None]]:
-    if jobs == 1:
-        for seed in range(start, start + seeds):
-            yield _try_seed(seed)
-        return
-    starts = range(start, start + seeds, _CHUNK)
-    counts = [min(_CHUNK, start + seeds - first) for first in starts]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for chunk in pool.map(_try_seeds, starts, counts):
-            yield from chunk
-
-
-def sweep(seeds: int, start: int = 0, jobs: int = 1, *, failures_max: int = 10) -> Summary:
-    """Run ``seeds`` seeds from ``start`` on, in ``jobs`` processes; stop after ``failures_max``."""
-    for name, value, least in (("seeds", seeds, 1), ("start", start, 0), ("jobs", jobs, 1)):
+def sweep(seeds: int, start: int = 0, *, failures_max: int = 10) -> Tally:
+    """Run ``seeds`` seeds from ``start`` on, here and now; stop after ``failures_max``."""
+    for name, value, least in (("seeds", seeds, 1), ("start", start, 0)):
         if value < least:
             raise ValueError(f"{name} = {value}: must be {least} or more")
-    began = time.monotonic()
-    failures: list[Failed] = []
-    done = acts = simulated_ms = 0
-    for seed_acts, seed_ms, failed in _results(seeds, start, jobs):
-        done += 1
-        acts += seed_acts
-        simulated_ms += seed_ms
-        if failed is not None:
-            failures.append(failed)
-            if len(failures) >= failures_max:
-                break
-    return Summary(
-        seeds=done,
-        failures=tuple(failures),
-        acts=acts,
-        simulated_ms=simulated_ms,
-        wall_s=time.monotonic() - began,
-    )
-
-
-def run(
-    seeds: int, start: int = 0, jobs: int = 1, trace: bool = False, out: TextIO = sys.stdout
-) -> int:
-    """The command: print to ``out`` and return the exit status (1 if a seed failed)."""
-    if trace:
-        return _trace(seeds, start, out)
-    summary = sweep(seeds, start, jobs)
-    for failed in summary.failures:
-        out.write(f"seed {failed.seed}: {failed.error}\n")
-        out.writelines(f"    {line[:400]}\n" for line in failed.last_events)
-        out.write(f"    replay: {failed.replay}\n")
-    out.write(
-        f"{summary.seeds} seeds, {len(summary.failures)} failed; {summary.acts} events in"
-        f" {summary.simulated_ms / 1000:.0f} simulated s; {summary.wall_s:.1f} s,"
-        f" {summary.seeds_per_s:.0f} seeds/s\n"
-    )
-    return 1 if summary.failures else 0
-
-
-def _trace(seeds: int, start: int, out: TextIO) -> int:
-    status = 0
-    for seed in range(start, start + seeds):
-        out.write(f"seed {seed}: {draw(seed)}\n")
-        tape = Tape(out)
-        try:
-            run_seed(seed, tape)
-        except Exception as error:  # noqa: BLE001
-            out.write(f"seed {seed}: {type(error).__name__}: {error}\n")
-            status = 1
-        else:
-            out.write(f"seed {seed}: passed, trace {tape.digest()}\n")
-    return status
+    tally = Tally()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, *thresholds[1:])  # a world is a few cycles: many die at once
+    try:
+        with watched_moves() as moves:
+            for seed in range(start, start + seeds):
+                _try_seed(seed, tally)
+                if len(tally.failures) >= failures_max:
+                    break
+            tally.coverage.update(of_moves(moves))
+    finally:
+        gc.set_threshold(*thresholds)
+    return tally

@@ -95,11 +95,16 @@ class StoreHost(Reporter):
         "_replies",
         "plan",
         "slab",
+        "slow_ms",
     )
+
+    kind = "store"
 
     def __init__(self, world: World, plan: StorePlan) -> None:
         super().__init__(world, plan.name, Tick())
         self.plan = plan
+        self.slow_ms = 0
+        """How much longer than usual everything may take."""
         self.slab: Slab = {}
         self._calls = 0
         self._replies: dict[CallId, Callable[[Any], None]] = {}
@@ -145,6 +150,12 @@ class StoreHost(Reporter):
 
     def serve(self, body: Any, reply: Callable[[Any], None]) -> None:
         """Hand a call to the core; its Answer is the reply."""
+        if self.slow_ms:
+            self.after(1 + self.within(self.slow_ms), self._serve, body, reply)
+        else:
+            self._serve(body, reply)
+
+    def _serve(self, body: Any, reply: Callable[[Any], None]) -> None:
         self._calls += 1
         call = CallId(self._calls)
         self._replies[call] = reply
@@ -218,7 +229,9 @@ class StoreHost(Reporter):
             return
         if done < len(stream.blocks):
             self.slab[pages[done]] = stream.blocks[done]
-            self.after(1, self._receive, stream, put, pages, done + 1, reply)
+            self.after(
+                1 + self.within(self.slow_ms), self._receive, stream, put, pages, done + 1, reply
+            )
             return
         self._remote_puts.discard(put)
         received = tuple(self.slab[page] for page in pages[:done])
@@ -246,7 +259,7 @@ class StoreHost(Reporter):
         assert grant.read is not None
         if len(sent) < len(grant.pages):
             page = self.slab.get(grant.pages[len(sent)], ())
-            self.after(1, self._send, grant, (*sent, page), reply)
+            self.after(1 + self.within(self.slow_ms), self._send, grant, (*sent, page), reply)
             return
         self.drive(EndGet(grant.read))
         reply((StoreStatus.OK, sent, grant.manifest))
@@ -258,7 +271,7 @@ class StoreHost(Reporter):
             self._remote_puts.discard(effect.put)
             return
         worker = self.world.workers[effect.writer.worker]
-        delay = self.engine.rng.randrange(1, 10)
+        delay = 1 + self.within(9)
         self.engine.after(
             delay, worker.take, effect.writer.incarnation, worker.on_revoke, (effect.put,)
         )

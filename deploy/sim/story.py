@@ -47,9 +47,11 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.deploy.sim.client_host import ClientHost
+from deepinfer.deploy.sim.gateway_host import GatewayHost
 from deepinfer.deploy.sim.given import StoryError, plan_of
 from deepinfer.deploy.sim.host import Host
 from deepinfer.deploy.sim.store_host import Mapped, Mapping, PutStream
+from deepinfer.deploy.sim.worker_host import WorkerHost
 from deepinfer.deploy.sim.world import World
 from deepinfer.gateway.core.events import FromWorker
 from deepinfer.kvstore.core.events import Call
@@ -168,9 +170,9 @@ class Story:
     def tell(self) -> None:
         """Run the whole story. Raises StoryError, or whatever the cores break."""
         world = self.world
-        world.controller.start()
-        for host in (*world.workers.values(), *world.stores.values(), *world.gateways.values()):
+        for host in world.servers():
             host.start()
+        world.controller.start()
         world.engine.run_until(300)
         for number, line in self._lines:
             words = shlex.split(line)
@@ -249,7 +251,13 @@ class Story:
         self._host(words[0]).go_on()
 
     def _do_drain(self, words: list[str]) -> None:
-        self.world.havoc.drain(self.world.workers[words[0]])
+        self.world.havoc.orderly.drain(self._drained(words[0]))
+
+    def _drained(self, name: str) -> WorkerHost | GatewayHost:
+        host = self._host(name)
+        if not isinstance(host, WorkerHost | GatewayHost):
+            raise StoryError("only workers and gateways are drained")
+        return host
 
     def _do_cut(self, words: list[str]) -> None:
         a, b = self._host(words[0]), self._host(words[1])

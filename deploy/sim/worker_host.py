@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.deploy.sim.ambush import Moment
 from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.copies import Ahead, Fetch, Put
 from deepinfer.deploy.sim.host import Reporter
@@ -40,6 +41,7 @@ from deepinfer.workers.core.events import (
     FromGateway,
     GatewayDown,
     GatewayUp,
+    GiveUp,
     PrefetchPayload,
     PutDone,
     PutPayload,
@@ -78,14 +80,20 @@ class WorkerHost(Reporter):
         "_puts",
         "_revoked",
         "_store_lives",
+        "_stuck",
+        "least_blocks",
         "plan",
         "pool",
         "ref",
     )
 
+    kind = "worker"
+
     def __init__(self, world: World, plan: WorkerPlan) -> None:
         super().__init__(world, plan.name, Tick())
         self.plan = plan
+        self.least_blocks = plan.blocks
+        """Blocks of the smallest pool that it has had."""
         self.ref = WorkerRef(WorkerId(plan.name), Incarnation(0))
         self.pool: list[list[int]] = []
         self._links: dict[GatewayId, Stream] = {}
@@ -108,6 +116,7 @@ class WorkerHost(Reporter):
             Report: self._report,
             ForgetSeq: self._forget_seq,
             ShedPlanes: lambda effect: self._planes.shed(effect),
+            GiveUp: self._give_up,
             RestorePlanes: lambda effect: self._planes.restore(effect),
         }
 
@@ -124,13 +133,14 @@ class WorkerHost(Reporter):
         self._ahead = {}
         self._revoked = set()
         self._store_lives = {}
+        self._stuck = False
         self.core = WorkerCore(
             self.ref, NodeId(self.plan.node), self.world.worker_config(self.plan)
         )
         self.begin_ticking()
         self.begin_reporting()
         for gateway in self.world.gateways.values():
-            self.after(self.engine.rng.randrange(1, 20), self._link, gateway)
+            self.after(1 + self.within(19), self._link, gateway)
 
     def leftovers(self) -> list[str]:
         """What the worker still holds."""
@@ -153,7 +163,8 @@ class WorkerHost(Reporter):
     # ---- gateways ----
 
     def _link(self, gateway: GatewayHost) -> None:
-        if not gateway.up or gateway.stopped:
+        reachable = self.world.network.reachable(self.name, gateway.name)
+        if not gateway.up or gateway.stopped or not reachable:
             self.after(20, self._link, gateway)
             return
         name = GatewayId(gateway.name)
@@ -177,7 +188,7 @@ class WorkerHost(Reporter):
         if self._links.get(name) is stream:
             del self._links[name]
             self.drive(GatewayDown(name))
-            self.after(self.engine.rng.randrange(1, 40), self._link, gateway)
+            self.after(1 + self.within(39), self._link, gateway)
 
     def _from_gateway(self, stream: Stream, message: Any) -> None:
         name = GatewayId(stream.peer(self).name)
@@ -193,12 +204,14 @@ class WorkerHost(Reporter):
 
     def _run_step(self, effect: RunStep) -> None:
         plan, step_ms = effect.plan, self.plan.step_ms
-        if not 0 <= plan.level < self.world.plan.levels:
-            raise ViolationError(
-                f"{self}: a step at level {plan.level} of {self.world.plan.levels}"
-            )
+        levels = self.world.plan.levels
+        rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        may_w8a8 = 0 < self.world.plan.w8a8_rows <= rows
+        if not 0 <= plan.level < levels and not (plan.level == levels and may_w8a8):
+            raise ViolationError(f"{self}: a step at level {plan.level} of {levels}")
         self._planes.check_level(plan.level)
-        delay = step_ms + self.engine.rng.randrange(step_ms)
+        self.world.ambushes.has_come(Moment.STEP, self)
+        delay = step_ms + self.within(step_ms)
         contexts = [self._context(chunk, plan.level) for chunk in plan.chunks]
         if plan.moves:
             self.after(delay // 2, self._move, plan)
@@ -232,7 +245,20 @@ class WorkerHost(Reporter):
             raise ViolationError(f"{self}: {chunk.seq} is exact, in a step at level {level}")
         return kv_of(tokens[:end])
 
+    def get_stuck(self) -> bool:
+        """The device does not answer any more: no step of this life ends."""
+        if not self.up or self._stuck:
+            return False
+        self._stuck = True
+        return True
+
+    def _give_up(self, effect: GiveUp) -> None:
+        """A step has not ended in time: it is stuck, or this process was stopped for as long."""
+        self.world.havoc.give_up(self)
+
     def _stepped(self, plan: StepPlan, contexts: list[list[int]]) -> None:
+        if self._stuck:
+            return
         size, levels = self.world.block_size, self.world.plan.levels
         self._planes.check_level(plan.level)
         step_rank = precision_of(plan.level, levels).rank
@@ -265,7 +291,7 @@ class WorkerHost(Reporter):
     def _sample(self, chunk: Chunk, kv: int, rank: int, step_rank: int) -> Token:
         run, noise = chunk.run, rank
         if self.world.plan.noisy:  # two runs seldom agree, and one not always with itself
-            noise = 2 * ((run.epoch + run.counter) % 4) + self.engine.rng.randrange(2)
+            noise = 2 * ((run.epoch + run.counter) % 4) + self.within(2)
         token = sample(kv, chunk.record, chunk.seq.choice, chunk.index, noise)
         return Token(token, *evidence(kv, run, step_rank))
 
@@ -295,13 +321,14 @@ class WorkerHost(Reporter):
 
     def copy_delay_ms(self) -> int:
         """How long the copy of one block takes."""
-        return 1 + self.engine.rng.randrange(self.plan.copy_ms)
+        return 1 + self.within(self.plan.copy_ms)
 
     # ---- swap out ----
 
     def _put_payload(self, effect: PutPayload) -> None:
         put = Put(self, effect)
         self._puts[effect.ticket] = put
+        self.world.ambushes.has_come(Moment.PUT, self)
         put.begin()
 
     def put_done(self, put: Put, done: PutDone) -> None:
@@ -335,6 +362,7 @@ class WorkerHost(Reporter):
 
         store = self.world.stores[effect.store]
         lost = StoreReply(ticket, StoreStatus.UNREACHABLE, 0, 0)
+        self.world.ambushes.has_come(Moment.COMMIT, self)
         self.call(store, body, store.serve, answered, lambda: answered(lost), _CALL_MS)
 
     def _resolve(self, effect: Resolve) -> None:
@@ -360,6 +388,7 @@ class WorkerHost(Reporter):
             raise ViolationError(f"{self}: {effect.ticket} is held ahead, or not: {effect}")
         fetch = Fetch(self, effect, ahead)
         self._fetches[effect.ticket, effect.run] = fetch
+        self.world.ambushes.has_come(Moment.FETCH, self)
         fetch.begin()
 
     def fetch_done(self, done: FetchDone) -> None:

@@ -146,12 +146,6 @@ class EndGet(NamedTuple):
     read: ReadId
 
 
-class WriterDeparted(NamedTuple):
-    """This life of a worker may reserve and put no more, though its process may still run."""
-
-    writer: WorkerRef
-
-
 class WriterGone(NamedTuple):
     """The process of this life of a worker has exited (its pidfd fired)."""
 
@@ -173,7 +167,7 @@ class Tick(NamedTuple):
 
 
 Event = (
-    Call | AbortPut | EndGet | WriterDeparted | WriterGone | ReportAnswered | ReportLinkUp | Tick
+    Call | AbortPut | EndGet | WriterGone | ReportAnswered | ReportLinkUp | Tick
 )
 
 # ---- effects ----------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from deepinfer.kvstore.core.events import (
     Resolve,
     RevokePut,
     Tick,
-    WriterDeparted,
     WriterGone,
 )
 from deepinfer.kvstore.core.holdings import Holdings
@@ -142,8 +141,6 @@ class StoreCore:
                 self._memory.let_go(put)
             case EndGet(read):
                 self._memory.end_get(read)
-            case WriterDeparted(writer):
-                self._end_lives(writer.worker, Incarnation(writer.incarnation + 1), effects)
             case WriterGone(writer):
                 self._writer_gone(writer, now_ms, effects)
             case ReportAnswered(reply):

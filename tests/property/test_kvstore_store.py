@@ -34,7 +34,6 @@ from deepinfer.kvstore.core.events import (
     Resolve,
     RevokePut,
     Tick,
-    WriterDeparted,
     WriterGone,
 )
 from deepinfer.kvstore.core.ids import (
@@ -373,13 +372,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
             if payload is not None:
                 self.model.drop(ticket)
             self.model.sealed.add(ticket)
-
-    @rule(data=st.data())
-    def writer_departed(self, data: st.DataObject) -> None:
-        writer = self.any_writer(data)
-        self.lives[writer.worker] = max(self.lives[writer.worker], writer.incarnation + 1)
-        self.send(WriterDeparted(writer))
-        self.model.end_lives(writer.worker, writer.incarnation + 1)
 
     @rule(data=st.data())
     def writer_gone(self, data: st.DataObject) -> None:

@@ -15,13 +15,13 @@ given
 
 story
     come c0
-    see w0 -> g0 Tokens c0 index=4
+    see w0 -> g1 Tokens c0 index=4
     run 30
     kill w0
-    see w1 -> g0 Tokens c0
-    kill g0
-    see g1 -> c0 Accepted
     see w1 -> g1 Tokens c0
+    kill g1
+    see g0 -> c0 Accepted
+    see w1 -> g0 Tokens c0
     expect c0 tokens >= 5
     finish
     expect c0 tokens == 12

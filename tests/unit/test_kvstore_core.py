@@ -27,7 +27,6 @@ from deepinfer.kvstore.core.events import (
     Resolve,
     RevokePut,
     Tick,
-    WriterDeparted,
     WriterGone,
 )
 from deepinfer.kvstore.core.ids import Incarnation, NodeId, StoreId, Ticket, WorkerId, WorkerRef
@@ -264,11 +263,11 @@ def test_the_stores_own_handler_is_believed_only_when_it_says_so() -> None:
     assert store.core.used_bytes == 0
 
 
-def test_a_departed_life_loses_its_reservations_and_not_its_payloads() -> None:
+def test_a_dead_life_loses_its_reservations_and_not_its_payloads() -> None:
     store = Store()
     store.swap_out(T1, A1, 1)
     store.status(Reserve(1, T2, PAGE, A1))
-    store.send(WriterDeparted(A1))
+    store.send(WriterGone(A1))
     assert store.status(Commit(T2, A1)) is S.SEALED
     assert store.status(BeginGet(T1)) is S.OK
     store.status(Reserve(1, T3, PAGE, A2))
