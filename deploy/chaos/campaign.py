@@ -23,11 +23,13 @@ from deepinfer.deploy.config import ConfigError, Device
 from deepinfer.deploy.oracle import Answer, Question, unpressed
 from deepinfer.proto.failpoints import Place
 
-QUESTIONS = 24
+QUESTIONS = 16
 STAGGER_S = 1.5
 """Between the starts of clusters: two Rays that start at once may choose the same port."""
-END_PATIENCE_S = 120.0
-"""How long jobs may take to end what they are at."""
+END_PATIENCE_S = 15.0
+"""How long jobs may take to stop their clusters, once nothing is wanted of them."""
+SAVE_S = 10.0
+"""At most so often are figures written while trials come in."""
 RETRIES = 3
 """How often a trial in which nobody parked is run again."""
 
@@ -153,6 +155,8 @@ class Runner:
     vocabulary: int
     faults: Path
     say: Callable[[str], None]
+    save: Callable[[Runner], None] = field(default=lambda _: None)
+    """Called now and then while trials come in, and at the end."""
     starts_s: list[float] = field(default_factory=list)
     """What clusters' starts took."""
     broken: list[str] = field(default_factory=list)
@@ -160,6 +164,7 @@ class Runner:
     unreached: list[int] = field(default_factory=list)
     """Trials that were given up: nobody came to their points."""
     _tries: Counter[int] = field(default_factory=Counter)
+    _saved_s: float = 0.0
 
     def run(self) -> None:
         """Until every trial is through, or the budget is spent, or no cluster is left."""
@@ -168,6 +173,7 @@ class Runner:
         deadline = math.inf if campaign.budget_s is None else began + campaign.budget_s
         todo = deque(self.journal.left(campaign.kills))
         if not todo:
+            self.save(self)
             return
         self.say("computing the unpressed answers")
         asked = questions(QUESTIONS, campaign.tokens, self.vocabulary)
@@ -197,6 +203,7 @@ class Runner:
                 job.process.join(END_PATIENCE_S)
                 if job.process.is_alive():
                     job.process.terminate()
+            self.save(self)
 
     def _serve(self, jobs: list[_Job], todo: deque[int], deadline: float, *, until: float) -> None:
         """Give trials to whoever asks, and keep what they found."""
@@ -233,6 +240,9 @@ class Runner:
                 if trial.number == job.number:
                     job.number = None
                 self.say(_line(trial, len(self.journal.counted), self.campaign.kills))
+                if time.monotonic() - self._saved_s > SAVE_S:
+                    self.save(self)
+                    self._saved_s = time.monotonic()
             case Missed(number) | Broken(int(number)):
                 why = said.why if isinstance(said, Broken) else "nobody parked"
                 if isinstance(said, Broken):

@@ -96,7 +96,7 @@ class History:
 
     def marks(self, since: float) -> list[tuple[int, str]]:
         """(milliseconds from ``since``, what came): "." for tokens, a notice's kind, or "end"."""
-        found = []
+        found: list[tuple[int, str]] = []
         for at, event in self.events:
             what = "." if _is_token(event) else ""
             what = event.kind if isinstance(event, Notice) else what

@@ -143,11 +143,11 @@ async def _trials(spec: JobSpec, site: Any, parent: Connection, start_s: float) 
     from deepinfer.client import AsyncClient
     from deepinfer.deploy.chaos.trial import Plan, Trials
 
-    wrong = False
+    wrong: list[int] = []
 
     def emit(trial: Trial) -> None:
-        nonlocal wrong
-        wrong = wrong or not trial.right
+        if not trial.right:
+            wrong.append(trial.number)
         parent.send(Found(trial))
 
     plan = Plan(

@@ -151,7 +151,7 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
         left.set_title(f"trial {shown.number}: {shown.victim} at {shown.point}", fontsize=9)
         left.set_xlabel("seconds from the signal")
         left.set_ylabel("stream (each tick is a message with tokens)")
-    lines = {
+    lines: dict[str, list[float | None]] = {
         "next token (on the victim)": [s for t in counted for s in t.recovered_s],
         "detected": [t.detected_s for t in counted],
         "admitting again": [t.admitted_s for t in counted],

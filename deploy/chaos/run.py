@@ -48,11 +48,11 @@ def run_chaos(campaign: Campaign, output: Path, console: Console) -> bool:
             vocabulary=check_model(model).vocab_size,
             faults=output.with_suffix(".logs"),
             say=say,
+            save=lambda runner: write_result(
+                output, campaign.command(output), _figures(campaign, journal, runner)
+            ),
         )
-        try:
-            runner.run()
-        finally:
-            write_result(output, campaign.command(output), _figures(campaign, journal, runner))
+        runner.run()
     if not journal.trials:
         say("no trial is through")
         return False

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -261,6 +261,6 @@ def test_all_processes_below_one_are_found() -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert len(found) == 1
-            assert cast(int, child.pid) not in found
+            assert child.pid not in found
         finally:
             child.communicate(b"\n")
