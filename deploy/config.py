@@ -351,11 +351,14 @@ class ClusterConfig(BaseModel):
     def warnings(self) -> tuple[str, ...]:
         """What is legal but should be known at start-up, a sentence each."""
         found = []
-        if not self.loopback and self.tls_cert is None:
-            found.append(
+        if not self.loopback:
+            said = (
                 f"host = {self.host!r} is not loopback: whoever reaches it and holds the token can "
-                "use the cluster, and traffic is not encrypted (tls_cert, tls_key)"
+                "use the cluster"
             )
+            if self.tls_cert is None:
+                said += ", and traffic is not encrypted (tls_cert, tls_key)"
+            found.append(said)
         dtype = resolve_kv_dtype(self.kv_cache_dtype).name
         if self.kv_quality == "off" and dtype in ("fp8", "fp8_e5m2", "k16v8"):
             what = "V is" if dtype == "k16v8" else "K and V are"

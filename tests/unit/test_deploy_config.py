@@ -96,6 +96,10 @@ def test_what_should_be_known_at_start_up_is_said() -> None:
     assert ClusterConfig().warnings() == ()
     assert ClusterConfig(kv_cache_dtype="int8").warnings() == ()
     [exposed] = ClusterConfig(host="0.0.0.0").warnings()
+    [encrypted] = ClusterConfig(host="0.0.0.0", tls_cert="c.pem", tls_key="k.pem").warnings()
+    assert exposed.startswith(encrypted)
+    assert "is not loopback" in encrypted
+    assert "not encrypted" not in encrypted
     assert "0.0.0.0" in exposed
     for dtype in ("fp8", "e4m3", "e5m2", "k16v8"):
         assert ClusterConfig(kv_cache_dtype=dtype).warnings() == (), "it is measured"
