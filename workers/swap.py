@@ -87,12 +87,15 @@ class KvIdentity:
         }
         for name, (found, wanted) in pairs.items():
             if found != wanted:
-                return f"manifest.{name} = {found!r}, here it must be {wanted!r}"
+                return name, f"manifest.{name} = {found!r}, here it must be {wanted!r}"
         if manifest.precision not in PRECISIONS:
             legal = ", ".join(PRECISIONS)
-            return f"manifest.precision = {manifest.precision!r}, must be one of {legal}"
+            return (
+                "precision",
+                f"manifest.precision = {manifest.precision!r}, must be one of {legal}",
+            )
         if manifest.blocks > len(effect.block_ids):
-            return f"{manifest.blocks} blocks, room for {len(effect.block_ids)}"
+            return "blocks", f"{manifest.blocks} blocks, room for {len(effect.block_ids)}"
         return None
 
 
@@ -288,13 +291,13 @@ class StoreSwapper:
             return None if refused else self._taker(effect.block_ids, fence)
 
         result = await client.get(effect.ticket, into)
-        if result.status is not StoreStatus.OK or result.manifest is None:
-            return _unfetched(effect, result.status, result.detail)
-        ahead = False if effect.ahead else None
         if result.status is StoreStatus.BAD_PAYLOAD:
             damage = "manifest" if result.manifest is None else "bytes"
             reason, detail = refused or (damage, result.detail)
             return _unfetched(effect, result.status, detail, reason)
+        if result.status is not StoreStatus.OK or result.manifest is None:
+            return _unfetched(effect, result.status, result.detail)
+        ahead = False if effect.ahead else None
         return _fetched(effect, result.manifest, result.copy_us, ahead)
 
     async def _take_in(
