@@ -15,10 +15,13 @@ from deepinfer.deploy.bench.results import percentile
 from deepinfer.deploy.chaos.history import Faults
 from deepinfer.deploy.chaos.rows import Trial
 
-RECOVERED_P50_S: Final = 1.0
-RECOVERED_P99_S: Final = 5.0
-DETECTED_S: Final = 0.2
-"""What is aimed at, for kills of workers with one to spare."""
+AIMS: Final = (
+    ("recovered_s", "p50", 1.0),
+    ("recovered_s", "p99", 5.0),
+    ("detected_s", "p50", 0.2),
+    ("admitted_s", "p99", 5.0),
+)
+"""Seconds after a kill; where a worker's streams have to move, with one and blocks to spare."""
 COLOURS: Final = {
     "swapped_out": "tab:orange",
     "resumed": "tab:green",
@@ -57,7 +60,19 @@ def summary(trials: Sequence[Trial], voids: int) -> dict[str, Any]:
         "by_point": {point: _figures(some) for point, some in _by_point(counted)},
         "all": _figures(counted),
         "roomy": _figures([trial for trial in counted if trial.roomy]),
+        "aims": _aims([trial for trial in counted if not trial.pause_s]),
     }
+
+
+def _aims(killed: Sequence[Trial]) -> list[dict[str, Any]]:
+    """What was aimed at and what was reached, of those that these trials can tell of."""
+    moving = [t for t in killed if t.roomy or t.target in ("store", "controller", "gateway")]
+    reached = _figures(moving)
+    return [
+        {"figure": figure, "of": name, "at_most_s": most, "reached_s": spread[name]}
+        for figure, name, most in AIMS
+        if (spread := reached[figure]) is not None
+    ]
 
 
 def _by_point(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:

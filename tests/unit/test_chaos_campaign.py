@@ -149,6 +149,11 @@ def test_figures_count_every_fault_and_only_trials_that_parked() -> None:
     assert right["all"]["recovered_s"]["max"] == 0.75
     assert right["all"]["others_ratio"]["p50"] == pytest.approx(1.5)
     assert right["by_point"].keys() == {"mid_copy"}
+    assert right["aims"] == [], "the pools were tight"
+    [median, worst, seen] = summary([replace(TRIAL, roomy=True)], 0)["aims"]
+    assert (median["at_most_s"], median["reached_s"]) == (1.0, 0.625)
+    assert (worst["of"], worst["reached_s"]) == ("p99", pytest.approx(0.7475))
+    assert seen["figure"] == "detected_s"
     assert "0 lost" in verdict(right)
     found = summary([TRIAL, unparked, leaking], 2)
     assert found["trials"] == found["kills"] == 2
