@@ -93,7 +93,7 @@ def test_modes_shares_and_exact_requests(model: Path, runner: asyncio.Runner) ->
         shown = pool["precision"]
         assert (shown["levels"], shown["remark"]) == (2, "")
         fp8 = sum(done.usage.fp8_tokens for done in (reduced, exact, again, *together))
-        assert list(shown["tokens"]) == [5 * 24 - fp8, 0, fp8]
+        assert list(shown["tokens"]) == [5 * 24 - fp8, 0, fp8, 0]
         name = 'deepinfer_worker_precision_tokens_total{precision="fp8"}'
         assert counters[name] == fp8
         assert counters["deepinfer_worker_precision_switches_total"] >= 2
@@ -120,6 +120,31 @@ def test_levels_between_are_mixed_and_survive_swaps(model: Path, runner: asyncio
         for done in pressed:
             assert said(done) == said(alone)
             assert done.precision_shares == alone.precision_shares
+
+    run_on(runner, test)
+
+
+def test_a_long_prompt_is_w8a8_and_its_answer_fp8(model: Path, runner: asyncio.Runner) -> None:
+    async def test() -> None:
+        options: dict[str, Any] = {"weights": "nested", "fp8_products": "w8a8"}
+        async with local_cluster(
+            model, blocks=96, **options, prefix_cache=True, controller=told("fp8")
+        ) as cluster:
+            await until_told(cluster)
+            async with cluster.client() as client:
+                prompt = [1 + at % 200 for at in range(140)]
+                long = await client.generate(prompt, **ASK)
+                exact = await client.generate(prompt, exact=True, **ASK)
+                short = await client.generate(prompt[:90], **ASK)
+            await cluster.until_free()
+            shown = (await cluster.status())["workers"]["worker-0"]["precision"]
+        assert long.precision_shares == NONE | {"w8a8": 1 / 24, "fp8": 23 / 24}
+        assert exact.precision_shares == ALL_FP16
+        assert exact.usage.cached_tokens == 0, "W8A8's blocks are not for it"
+        assert short.precision_shares == NONE | {"fp8": 1.0}
+        assert short.usage.cached_tokens > 0
+        assert list(shown["tokens"]) == [24, 0, 47, 1]
+        assert long.choices[0].token_ids != exact.choices[0].token_ids
 
     run_on(runner, test)
 
