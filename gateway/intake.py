@@ -133,8 +133,8 @@ def _check_limits(ask: Ask, vocab: int) -> None:
     if ask.messages is not None and len(ask.messages) > MESSAGES_MAX:
         allowed = f"at most {MESSAGES_MAX} messages"
         raise InvalidRequestError("chat.messages", f"{len(ask.messages)} messages", allowed)
-    _check_ids("sampling_params.stop_token_ids", ask.sampling.stop_token_ids, vocab)
-    _check_ids("tokenized.input_ids", ask.input_ids or (), vocab)
+    check_ids("sampling_params.stop_token_ids", ask.sampling.stop_token_ids, vocab)
+    check_ids("tokenized.input_ids", ask.input_ids or (), vocab)
     for token_id, _ in ask.sampling.logit_bias:
         if token_id >= vocab:
             allowed = f"of ids from 0 to {vocab - 1}"
@@ -158,7 +158,8 @@ def _check_logprobs(sampling: SamplingParams, prompt_tokens: int) -> None:
         )
 
 
-def _check_ids(name: str, ids: tuple[int, ...], vocab: int) -> None:
+def check_ids(name: str, ids: tuple[int, ...], vocab: int) -> None:
+    """Raise InvalidRequestError for an id that the model does not have."""
     for position, token_id in enumerate(ids):
         if not 0 <= token_id < vocab:
             raise InvalidRequestError(f"{name}[{position}]", token_id, f"from 0 to {vocab - 1}")

@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from deepinfer.gateway import client_wire, statuses, wire
 from deepinfer.gateway.core.events import AbortRequest, Code, StreamReady, ToStream
 from deepinfer.gateway.health import Health, HealthService
-from deepinfer.gateway.intake import Ask, UnknownModelError, build_record
+from deepinfer.gateway.intake import Ask, UnknownModelError, build_record, check_ids
 from deepinfer.gateway.keys import is_resume_key, mint_request_id, resume_key, seed_of
 from deepinfer.gateway.malformed import RefuseMalformed
 from deepinfer.gateway.shell import ClientStream, Shell, WorkerLink
@@ -105,6 +105,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ask, record = await self._record(request.request, request_id, arrival_ms, context)
         try:
             received, precisions = client_wire.received_from(request.progress, record.sampling.n)
+            for choice, tokens in enumerate(received):
+                # A worker computes their KV, and every text is made of them.
+                check_ids(f"progress[{choice}].token_ids", tokens, self._shell.card.vocab_size)
         except InvalidRequestError as error:
             await statuses.abort(context, statuses.invalid(error))
         stream = self._shell.resume(

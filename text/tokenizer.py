@@ -153,7 +153,9 @@ class Tokenizer:
         known = self._bytes.get(token_id)
         if known is None:
             token = self.token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else self.form.to_bytes(token)
+            if token is None:
+                return b""  # not kept: there is no end of ids without a token
+            known = self._bytes[token_id] = self.form.to_bytes(token)
         return known
 
 

@@ -14,12 +14,14 @@ import pytest
 
 from deepinfer.gateway import service
 from deepinfer.gateway.core.events import Report, ReportLinkUp
+from deepinfer.gateway.keys import resume_key
 from deepinfer.gateway.reporting import REPORTS_MAX
 from deepinfer.proto import inference_pb2, inference_pb2_grpc
 from deepinfer.proto.crowd import BoundedCalls
+from deepinfer.text.load import load_tokenizer
 from deepinfer.text.tokenizer import Tokenizer
 from support.byte_tokenizer import write_byte_tokenizer
-from support.gateway_world import METADATA, World, eventually, run_in_world, settle
+from support.gateway_world import METADATA, SECRET, World, eventually, run_in_world, settle
 
 LONG = 40_000
 Live: TypeAlias = Callable[[Callable[[World], Awaitable[None]]], None]
@@ -141,6 +143,29 @@ def test_only_so_many_long_inputs_wait_for_the_tokenizer(
             assert all(await asyncio.gather(*waiting))
 
     live(test)
+
+
+def test_tokens_that_the_model_does_not_have_are_not_resumed_behind(live: Live) -> None:
+    async def test(world: World) -> None:
+        name = "gateway-0-" + "ab" * 12
+        resume = inference_pb2.ResumeRequest(
+            request_id=name, resume_key=resume_key(SECRET, name), claim=1
+        )
+        resume.request.text = "x"
+        resume.progress.add(index=0, token_ids=[70, 259])
+        async with grpc.aio.insecure_channel(world.gateway.address) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Resume(resume, metadata=METADATA)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == "progress[0].token_ids[1] = 259: must be from 0 to 258"
+
+    live(test)
+
+
+def test_ids_without_a_token_take_no_memory(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_byte_tokenizer(tmp_path))
+    for token_id in (*range(300), 1 << 31, (1 << 32) - 1):
+        tokenizer.token_bytes(token_id)
+    assert len(tokenizer._bytes) == tokenizer.vocab_size == 259
 
 
 async def _refusals(world: World) -> float:
