@@ -110,7 +110,13 @@ class Progress:
             "done": self.done,
             "wall_s": self.wall_s + wall_s,
             "parts": self.parts,
-            "tally": asdict(self.tally),
+            "tally": {
+                "seeds": self.tally.seeds,
+                "acts": self.tally.acts,
+                "simulated_ms": self.tally.simulated_ms,
+                "failures": [asdict(failed) for failed in self.tally.failures],
+                "coverage": self.tally.coverage,
+            },
         }
         scratch.write_text(json.dumps(state), encoding="utf-8")
         scratch.replace(path)

@@ -51,8 +51,8 @@ def conduct(campaign: Campaign, output: Path | None, *, say_coverage: bool) -> i
         f" {tally.seeds / wall_s:.0f} seeds/s"
     )
     if not done.complete and len(tally.failures) < campaign.failures_max:
-        left = campaign.seeds - tally.seeds
-        _say(f"{left} seeds are left: the same command goes on" if campaign.progress else "")
+        goes_on = ": the same command goes on" if campaign.progress else ""
+        _say(f"{campaign.seeds - tally.seeds} seeds are left{goes_on}")
     if output is not None:
         write_result(output, _command(campaign), figures(done, wall_s))
     return 1 if tally.failures else 0
