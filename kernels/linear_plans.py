@@ -23,7 +23,7 @@ memory."""
 HOPPER_TARGET: Final = "sm_90a"
 """What kernels are compiled for on a card that has more shared memory, and wgmma."""
 
-_STAGE_BYTES: Final[dict[Kind, int]] = {"f16": 2048, "w4": 1152, "nested": 2064, "nested fp8": 2048}
+_STAGE_BYTES: Final[dict[Kind, int]] = {"f16": 2048, "w4": 1152, "nested": 2048, "nested fp8": 2048}
 """As in ``csrc/gemm_f16.cu``, ``csrc/gemm_w4.cu`` and ``csrc/gemm_nested.cu``."""
 _STEP: Final[dict[Kind, int]] = {"f16": 64, "w4": 128, "nested": 64, "nested fp8": 128}
 """Columns of a weight that a warp takes at once, there too."""

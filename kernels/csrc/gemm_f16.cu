@@ -3,8 +3,8 @@
 
 struct F16Stream : PlainRows {
   static constexpr int CHUNKS = 2, STEP = 32 * CHUNKS, STAGE_BYTES = 1024 * CHUNKS;
-  static constexpr int GROUP_CHUNKS = 0, SIDE_BYTES = 0;
-  static constexpr bool SHARES = false;
+  static constexpr int GROUP_CHUNKS = 0;
+  static constexpr bool SHARES = false, DECODED = false;
   static constexpr float UNIT = 1.f, HIGH = 1.f;
   static constexpr u32 ONE = 0;
   struct Part {
@@ -22,7 +22,8 @@ struct F16Stream : PlainRows {
 
   __device__ __forceinline__ Cursor at(i32 tile) const {
     const int lane = threadIdx.x % 32, row = 16 * tile + lane / 4;
-    return {weight + static_cast<i64>(row) * K + 8 * (lane % 4), rows - row};
+    const int k = threadIdx.x / 32 * STEP + 8 * (lane % 4);
+    return {weight + static_cast<i64>(row) * K + k, rows - row};
   }
 
   __device__ __forceinline__ void skip(Cursor& cursor, i32 tiles) const {
@@ -30,8 +31,9 @@ struct F16Stream : PlainRows {
     cursor.rows_left -= 16 * tiles;
   }
 
-  __device__ __forceinline__ void fetch(u8* stage, u8*, const Cursor& cursor, i32 step) const {
-    const __half* from = cursor.from + step * STEP;
+  __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32 step,
+                                        i32 ahead) const {
+    const __half* from = cursor.from + ahead * STEP;
     u8* to = stage + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -43,7 +45,7 @@ struct F16Stream : PlainRows {
       }
   }
 
-  __device__ __forceinline__ void read(Part& part, const u8* stage, const u8*, i32, i32) const {
+  __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {
     const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2 * CHUNKS; ++i)

@@ -13,28 +13,29 @@ enum NestedMode {
 // the reads of 8 bytes by half a warp, of four rows each, fall into different banks.
 //
 // FP16 mode undoes a row's shift in the halves, where it is exact, not in the sum: a stored weight
-// may be subnormal though the weight is not, and tensor cores cut products of such off earlier. For
-// that the shifts of the 16 rows are copied as well, beside the ring: stages keep to lines of 128
-// bytes.
+// may be subnormal though the weight is not, and tensor cores cut products of such off earlier. Few
+// rows have one: most warps find none in a tile, and do nothing.
 template <int MODE>
 struct NestedStream : NestedRows {
   static constexpr bool BOTH = MODE == NESTED_F16;
   static constexpr int CHUNKS = BOTH ? 2 : 4, STEP = 32 * CHUNKS, BLOCKS = STEP / 64;
   static constexpr int UNIT_BYTES = 512, PLANE_BYTES = 2 * BLOCKS * UNIT_BYTES;
-  static constexpr int STAGE_BYTES = (BOTH ? 2 : 1) * PLANE_BYTES, SIDE_BYTES = BOTH ? 16 : 0;
+  static constexpr int STAGE_BYTES = (BOTH ? 2 : 1) * PLANE_BYTES;
   static constexpr int GROUP_CHUNKS = 0;
-  static constexpr bool SHARES = true;
+  static constexpr bool SHARES = true, DECODED = true;
   static constexpr float UNIT = BOTH ? 1.f : UPPER_UNIT, HIGH = 1.f;
   static constexpr u32 ONE = 0;
   struct Part {
     uint2 upper[2][CHUNKS], lower[2][BOTH ? CHUNKS : 1];
-    u32 factors[2];  // with a shift
+  };
+  struct Shifts {
+    i32 rows[2];
   };
   const u8 *upper, *lower;
   i32 K, rows;
-  // Of a lane: where in a stage it copies to and reads, and how far in a row it copies.
+  // Of a lane: where in a stage it copies to and reads, and how much of a row its copies have.
   u32 to, from[2];
-  i32 end;
+  u32 left;
 
   __device__ __forceinline__ static NestedStream make(const NestedRows& ends, const u8* upper,
                                                       const u8* lower, i32 K, i32 rows) {
@@ -42,14 +43,14 @@ struct NestedStream : NestedRows {
     const u32 row = 64 * g, half = row + 8 * (t % 2);
     NestedStream made{ends, upper, lower, K, rows, row + 16 * (t ^ turned),
                       {half + 16 * (t / 2 ^ turned), half + 16 * ((2 + t / 2) ^ turned)},
-                      K - 16 * t};
+                      static_cast<u32>(max(K - 16 * t - static_cast<i32>(threadIdx.x / 32) * STEP, 0))};
     // They stay in registers instead of being worked out for every step.
-    opaque(made.to), opaque(made.from[0]), opaque(made.from[1]);
+    opaque(made.left), opaque(made.to), opaque(made.from[0]), opaque(made.from[1]);
     return made;
   }
 
   struct Cursor {
-    u32 from;
+    const u8 *upper, *lower;
     i32 rows_left;
   };
 
@@ -57,33 +58,31 @@ struct NestedStream : NestedRows {
 
   __device__ __forceinline__ Cursor at(i32 tile) const {
     const int lane = threadIdx.x % 32, row = 16 * tile + lane / 4;
-    return {static_cast<u32>(row) * K + 16 * (lane % 4), rows - row};
+    const i64 from = static_cast<i64>(row) * K + threadIdx.x / 32 * STEP + 16 * (lane % 4);
+    return {upper + from, lower + from, rows - row};
   }
 
   __device__ __forceinline__ void skip(Cursor& cursor, i32 tiles) const {
-    cursor.from += static_cast<u32>(16 * tiles) * K;
+    cursor.upper += static_cast<i64>(16 * tiles) * K;
+    if (BOTH) cursor.lower += static_cast<i64>(16 * tiles) * K;
     cursor.rows_left -= 16 * tiles;
   }
 
-  __device__ __forceinline__ void fetch(u8* stage, u8* side, const Cursor& cursor,
-                                        i32 step) const {
-    const i32 k = step * STEP;
+  __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32, i32 ahead) const {
+    const u32 k = ahead * STEP;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
-        const int bytes = cursor.rows_left > 8 * half && k + 64 * block < end ? 16 : 0;
+        const int bytes = cursor.rows_left > 8 * half && k + 64 * block < left ? 16 : 0;
         u8* place = stage + to + UNIT_BYTES * (BLOCKS * half + block);
-        const u32 at = cursor.from + k + 8 * half * K + 64 * block;
-        cp_async16_zfill(place, upper + at, bytes);
-        if (BOTH) cp_async16_zfill(place + PLANE_BYTES, lower + at, bytes);
+        cp_async16_zfill(place, cursor.upper + 8 * half * K + k + 64 * block, bytes);
+        if (BOTH)
+          cp_async16_zfill(place + PLANE_BYTES, cursor.lower + 8 * half * K + k + 64 * block, bytes);
       }
-    if (BOTH && shift && threadIdx.x % 32 == 0)
-      cp_async16_zfill(side, shift + (rows - cursor.rows_left), min(cursor.rows_left, 16));
   }
 
-  __device__ __forceinline__ void read(Part& part, const u8* stage, const u8* side, i32,
-                                       i32) const {
+  __device__ __forceinline__ void read(Part& part, const u8* stage, i32, i32) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -92,11 +91,28 @@ struct NestedStream : NestedRows {
         part.upper[half][chunk] = *reinterpret_cast<const uint2*>(place);
         if (BOTH) part.lower[half][chunk] = *reinterpret_cast<const uint2*>(place + PLANE_BYTES);
       }
-    if (BOTH && shift)
+  }
+
+  __device__ __forceinline__ Shifts shifts(i32 tile) const {
+    Shifts found = {};
+    if (BOTH && NestedRows::shift)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        part.factors[half] = half_factor(
-            reinterpret_cast<const signed char*>(side)[threadIdx.x % 32 / 4 + 8 * half]);
+      for (int half = 0; half < 2; ++half) {
+        const i32 n = 16 * tile + static_cast<i32>(threadIdx.x) % 32 / 4 + 8 * half;
+        if (n < rows) found.rows[half] = NestedRows::shift[n];
+      }
+    return found;
+  }
+
+  template <int N>
+  __device__ __forceinline__ static void shift(const Shifts& now, u32 (&a)[N][2][4]) {
+    if (!BOTH || !__any_sync(FULL_WARP, now.rows[0] | now.rows[1])) return;
+    const u32 factors[2] = {half_factor(now.rows[0]), half_factor(now.rows[1])};
+#pragma unroll
+    for (int i = 0; i < 8 * N; ++i) {
+      u32& pair = a[i / 8][i / 4 % 2][i % 4];
+      pair = h2u(__hmul2(u2h(pair), u2h(factors[i % 2])));
+    }
   }
 
   __device__ __forceinline__ void fragments(const Part& part, int chunk, u32 (&a)[2][4]) const {
@@ -112,15 +128,12 @@ struct NestedStream : NestedRows {
         decode_upper_scaled(four.y, a[0][2 + half], a[1][2 + half]);
       }
     }
-    if (BOTH && shift)
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        a[i / 4][i % 4] = h2u(__hmul2(u2h(a[i / 4][i % 4]), u2h(part.factors[i % 2])));
   }
 
   __device__ __forceinline__ Row row(i32 n) const {
     Row found = NestedRows::row(n);
-    if (BOTH && shift) found.scale = power_of_two(max(shift[n] - HALF_SHIFT_MAX, 0));
+    if (BOTH && NestedRows::shift)
+      found.scale = power_of_two(max(NestedRows::shift[n] - HALF_SHIFT_MAX, 0));
     return found;
   }
 

@@ -14,13 +14,15 @@
 // How the weights are stored is the policy F:
 //   CHUNKS            chunks of 32 in a step
 //   STAGE_BYTES       what a step of 16 rows takes in the ring: lines of 128 bytes
-//   SIDE_BYTES        what it takes beside the ring
 //   GROUP_CHUNKS      chunks that share a scale; 0: no scales
 //   UNIT              what all sums are multiplied by at the end
-//   Cursor            a lane's place in W: at(tile) of it, moved by skip(cursor, tiles)
-//   fetch(stage, side, cursor, step)      issues the copies of a step
-//   read(part, stage, side, tile, step)   a lane's Part of it, back in registers
+//   Cursor            a lane's place in W, at its warp's first step: at(tile) of it, moved by
+//                     skip(cursor, tiles)
+//   fetch(stage, cursor, step, ahead)     issues the copies of a step, `ahead` steps from there
+//   read(part, stage, tile, step)         a lane's Part of it, back in registers
 //   fragments(part, chunk, a)       the A operands of the chunk's two mma
+//   Shifts, shifts(tile)            what fragments of a tile need besides, read a tile ahead
+//   shift(now, a)                   applies it
 //   HIGH              what the sums of the second of the two are multiplied by
 //   scale(part, group, half), zero(part, group, half)   of row g (half 0) or g + 8 (1), the zero as
 //                     fragments has codes
@@ -34,6 +36,10 @@
 // Rows whose sums are all that there is to them.
 struct PlainRows {
   struct Row {};
+  struct Shifts {};
+  __device__ __forceinline__ static Shifts shifts(i32) { return {}; }
+  template <int N>
+  __device__ __forceinline__ static void shift(const Shifts&, u32 (&)[N][2][4]) {}
   __device__ __forceinline__ static Row row(i32) { return {}; }
   __device__ __forceinline__ static float whole(float sum, const Row&, const __half*) {
     return sum;
@@ -51,17 +57,20 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   constexpr int GROUP = F::GROUP_CHUNKS ? F::GROUP_CHUNKS : CHUNKS, GROUPS = CHUNKS / GROUP;
   constexpr bool SCALED = F::GROUP_CHUNKS > 0;
   constexpr bool SUMS_HELD = SCALED && HELD > 0 && GROUPS == 1;
+  // Steps that are decoded before the inputs are there: for more rows of X registers do not suffice.
+  constexpr int EARLY = !F::DECODED || STAGED || NT > 1 ? 0 : HELD > 0 ? HELD : 1;
   constexpr int STAGE_BYTES = F::STAGE_BYTES + (STAGED ? 512 * CHUNKS * NT : 0);
   static_assert(WARPS >= FINISHERS && (WARPS & (WARPS - 1)) == 0, "a warp finishes 32 outputs");
+  // So a stage always holds the same of a warp's steps, of which there are HELD or, above 1, fewer.
+  static_assert(HELD <= 2 && (HELD <= 0 || STAGES % HELD == 0), "a stage for each step");
   __shared__ float sums[2][WARPS][16 * COLUMNS];
   __shared__ float rstd[COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int m0 = blockIdx.x * COLUMNS, tiles = (N + 15) / 16, steps = (K + STEP - 1) / STEP;
   const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;  // steps of a tile
   u8* const ring = shared + warp * (STAGES * STAGE_BYTES);
-  u8* const sides = shared + WARPS * STAGES * STAGE_BYTES + warp * (STAGES * F::SIDE_BYTES);
 
-  int ahead_tile = mine ? blockIdx.y : tiles, ahead_step = warp;
+  int ahead_tile = mine ? blockIdx.y : tiles, ahead_turn = 0;
   typename F::Cursor cursor = weights.at(blockIdx.y);
   // Staged, a lane's share of X lies behind that of W; rows beyond M are zero from the beginning.
   auto stage_x = [&](u8* stage, int step) {
@@ -77,14 +86,13 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
           *reinterpret_cast<uint4*>(place) = zero16();
       }
   };
-  auto fetch = [&](u32 slot, bool with_x) {
+  // `turn`: which of the warp's steps.
+  auto fetch = [&](u32 slot, int turn, bool with_x) {
     u8* const stage = ring + slot;
     if (ahead_tile < tiles) {
-      weights.fetch(stage, sides + slot / STAGE_BYTES * F::SIDE_BYTES, cursor, ahead_step);
-      if (STAGED && with_x) stage_x(stage, ahead_step);
-      if (HELD != 1) ahead_step += WARPS;
-      if (HELD == 1 || ahead_step >= steps) {
-        ahead_step = warp;
+      weights.fetch(stage, cursor, warp + turn * WARPS, turn * WARPS);
+      if (STAGED && with_x) stage_x(stage, warp + turn * WARPS);
+      if (turn + 1 == HELD || turn + 1 == mine) {
         ahead_tile += gridDim.y;
         weights.skip(cursor, gridDim.y);
       }
@@ -93,24 +101,12 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   };
   launch_dependents();
 #pragma unroll 1  // what runs once should be short: every launch reads its instructions anew
-  for (int stage = 0; stage < STAGES; ++stage) fetch(stage * STAGE_BYTES, false);
-  const float share = 1.f / K;
-  wait_for_inputs();
-  if (STAGED) {
-    int tile = mine ? blockIdx.y : tiles, step = warp;
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      u8* const to = ring + stage * STAGE_BYTES;
-#pragma unroll
-      for (int i = 0; i < CHUNKS * NT; ++i)
-        if (m0 + 8 * (i % NT) + g >= M)
-          *reinterpret_cast<uint4*>(to + F::STAGE_BYTES + 512 * i + 16 * lane) = zero16();
-      if (tile < tiles) stage_x(to, step);
-      cp_async_commit();
-      step += WARPS;
-      if (step >= steps) step = warp, tile += gridDim.y;
-    }
+  for (int stage = 0; stage < STAGES; ++stage) {
+    fetch(stage * STAGE_BYTES, ahead_turn, false);
+    if (++ahead_turn >= mine) ahead_turn = 0;
   }
+  typename F::Shifts next_shifts = weights.shifts(blockIdx.y);
+  const float share = 1.f / K;
 
   // Rows beyond M and columns beyond K are zero.
   typedef uint4 Values[CHUNKS][NT];
@@ -133,59 +129,105 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
   };
   Values values[PIECES];
   float x_sums[PIECES][NT][4];
+  // The kernel ahead has done its part: what it wrote is read from here on.
+  auto begin = [&] {
+    wait_for_inputs();
+    if (STAGED) {
+      int tile = mine ? blockIdx.y : tiles, step = warp;
 #pragma unroll
-  for (int p = 0; p < PIECES && !STAGED; ++p)
+      for (int stage = 0; stage < STAGES; ++stage) {
+        u8* const to = ring + stage * STAGE_BYTES;
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk)
-      load_x(values[p][chunk], warp + p * WARPS, chunk);
-  row_scales<COLUMNS, WARPS>(f, rstd, m0, M, share);
-  if (SUMS_HELD)
+        for (int i = 0; i < CHUNKS * NT; ++i)
+          if (m0 + 8 * (i % NT) + g >= M)
+            *reinterpret_cast<uint4*>(to + F::STAGE_BYTES + 512 * i + 16 * lane) = zero16();
+        if (tile < tiles) stage_x(to, step);
+        cp_async_commit();
+        step += WARPS;
+        if (step >= steps) step = warp, tile += gridDim.y;
+      }
+    }
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-      clear(x_sums[p]);
+    for (int p = 0; p < PIECES && !STAGED; ++p)
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk)
-        sum_x(x_sums[p], values[p][chunk]);
-    }
+        load_x(values[p][chunk], warp + p * WARPS, chunk);
+  };
+  // The rest of what is done once: every load is under way before one is waited for.
+  auto begun = [&] {
+    row_scales<COLUMNS, WARPS>(f, rstd, m0, M, share);
+    if (SUMS_HELD)
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) {
+        clear(x_sums[p]);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk)
+          sum_x(x_sums[p], values[p][chunk]);
+      }
+  };
 
   u32 slot = 0;
   int first = 0;  // of the warps that finish this tile
+  // The first weights are decoded before the inputs are there, if registers are plenty.
+  bool waiting = EARLY > 0;
+  if (!EARLY) {
+    begin();
+    begun();
+  }
   for (int tile = blockIdx.y, buffer = 0; tile < tiles; tile += gridDim.y, buffer ^= 1) {
-    // What the outputs need besides the sums is on its way early.
     const int rank = (warp - first) & (WARPS - 1);
     const bool finishes = rank < FINISHERS && m0 + 2 * rank < M;
-    bool valid = false;
+    const int end_m = m0 + 2 * rank + lane / 16, end_n = 16 * tile + lane % 16;
+    const bool valid = finishes && end_m < M && end_n < N;
     float before = 0.f, gamma = 0.f, bias = 0.f;
     typename F::Row end = {};
-    if (finishes) {
-      const int m = m0 + 2 * rank + lane / 16, n = 16 * tile + lane % 16;
-      valid = m < M && n < N;
-      if (valid) end = weights.row(n);
-      if (valid && f.bias) bias = f.bias[n];
-      if (valid && f.epilogue == RESIDUAL) {
-        before = ld_cg(f.residual + static_cast<i64>(m) * N + n);
-        gamma = __half2float(f.gamma[n]);
-      }
-    }
+    // What the outputs need besides the sums is on its way early.
+    if (valid) end = weights.row(end_n);
+    if (valid && f.bias) bias = f.bias[end_n];
+    if (valid && f.epilogue == RESIDUAL) gamma = __half2float(f.gamma[end_n]);
+    auto load_residual = [&] {
+      if (valid && f.epilogue == RESIDUAL)
+        before = ld_cg(f.residual + static_cast<i64>(end_m) * N + end_n);
+    };
+    if (!waiting) load_residual();
 
+    const typename F::Shifts shifts = next_shifts;
+    next_shifts = weights.shifts(tile + gridDim.y);
     float acc[2][NT][4];  // without scales one chain for each mma of a chunk
     clear(acc);
-    // Multiplies a step; without HELD each chunk of x makes room for that of `next`.
-    auto advance = [&](Values& b, float (&totals)[NT][4], int step, int next) {
+    // A step as it is multiplied.
+    struct Taken {
+      typename F::Part part;
+      u32 a[SCALED ? 1 : CHUNKS][2][4];
+    };
+    auto take = [&](Taken& taken, Values& b, int turn, int step) {
       cp_async_wait<STAGES - 1>();
       if (F::SHARES) __syncwarp();
-      typename F::Part part;
       u8* const stage = ring + slot;
-      weights.read(part, stage, sides + slot / STAGE_BYTES * F::SIDE_BYTES, tile, step);
+      weights.read(taken.part, stage, tile, step);
       if (F::SHARES) __syncwarp();
       if (STAGED)
 #pragma unroll
         for (int i = 0; i < CHUNKS * NT; ++i)
           b[i / NT][i % NT] =
               *reinterpret_cast<const uint4*>(stage + F::STAGE_BYTES + 512 * i + 16 * lane);
-      fetch(slot, true);
+      if (HELD > 0) {
+        fetch(slot, turn, true);
+      } else {
+        fetch(slot, ahead_turn, true);
+        if (++ahead_turn >= mine) ahead_turn = 0;
+      }
       slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
       opaque(slot);  // one place in the ring to move, not one for each address in it
+      if constexpr (!SCALED) {
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk)
+          weights.fragments(taken.part, chunk, taken.a[chunk]);
+        weights.shift(shifts, taken.a);
+      }
+    };
+    // Without HELD each chunk of x makes room for that of `next`.
+    auto multiply = [&](Taken& taken, Values& b, float (&totals)[NT][4], int next) {
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
         float group[2][NT][4];
@@ -194,8 +236,8 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
         auto& into = SCALED ? group : acc;
 #pragma unroll
         for (int chunk = GROUP * i; chunk < GROUP * (i + 1); ++chunk) {
-          u32 a[2][4];
-          weights.fragments(part, chunk, a);
+          auto& a = taken.a[SCALED ? 0 : chunk];
+          if (SCALED) weights.fragments(taken.part, chunk, a);
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
             const uint4 four = b[chunk][j];
@@ -208,7 +250,8 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
         if (SCALED)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float scale = weights.scale(part, i, half), zero = weights.zero(part, i, half);
+            const float scale = weights.scale(taken.part, i, half);
+            const float zero = weights.zero(taken.part, i, half);
 #pragma unroll
             for (int j = 0; j < NT; ++j)
 #pragma unroll
@@ -220,14 +263,36 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
           }
       }
     };
-    if (HELD > 0) {
+    auto wait = [&] {
+      if (!waiting) return;
+      waiting = false;
+      begin();
+      load_residual();
+      begun();
+    };
+    if constexpr (HELD > 0) {
+      Taken taken[HELD];
+#pragma unroll
+      for (int p = 0; p < EARLY; ++p)
+        if (p < mine) take(taken[p], values[p], p, warp + p * WARPS);
+      wait();
 #pragma unroll
       for (int p = 0; p < HELD; ++p)
-        if (p < mine) advance(values[p], x_sums[p], warp + p * WARPS, 0);
+        if (p < mine) {
+          if (p >= EARLY) take(taken[p], values[p], p, warp + p * WARPS);
+          multiply(taken[p], values[p], x_sums[p], 0);
+        }
     } else {
       const int start = tile + gridDim.y < tiles ? warp : steps;  // of the next tile; steps: none
-      for (int step = warp; step < steps; step += WARPS)
-        advance(values[0], x_sums[0], step, step + WARPS < steps ? step + WARPS : start);
+      int step = warp;
+      do {
+        Taken taken;
+        if (step < steps) take(taken, values[0], 0, step);
+        wait();
+        if (step < steps)
+          multiply(taken, values[0], x_sums[0], step + WARPS < steps ? step + WARPS : start);
+        step += WARPS;
+      } while (step < steps);
     }
     // A pair of columns fills a line of 32, turned so that neither side meets itself in a bank.
 #pragma unroll
@@ -240,7 +305,7 @@ DEV void stream_gemm(const F& weights, const __half* __restrict__ x, const Finis
     first += FINISHERS + 1;  // odd, for warps four apart share a scheduler
     if (!finishes) continue;
 
-    const int row = lane % 16, column = 2 * rank + lane / 16, m = m0 + column, n = 16 * tile + row;
+    const int row = lane % 16, column = 2 * rank + lane / 16, m = end_m, n = end_n;
     const i64 at = static_cast<i64>(m) * N + n;
     float sum = 0.f;
 #pragma unroll

@@ -15,7 +15,8 @@ template <int GROUP>
 struct W4Stream : PlainRows {
   static constexpr int CHUNKS = 4, STEP = 32 * CHUNKS;
   static constexpr int GROUP_CHUNKS = GROUP, GROUPS = CHUNKS / GROUP;
-  static constexpr int CODE_BYTES = 1024, STAGE_BYTES = CODE_BYTES + 128, SIDE_BYTES = 0;
+  static constexpr int CODE_BYTES = 1024, STAGE_BYTES = CODE_BYTES + 128;
+  static constexpr bool DECODED = false;
   static constexpr bool SHARES = true;  // scales are copied by one lane and read by four
   static constexpr float UNIT = 16777216.f, HIGH = 0.0625f;
   static constexpr u32 ONE = 0x3C003C00u;
@@ -52,7 +53,7 @@ struct W4Stream : PlainRows {
 
   // Lane t = 0 and 1 copies the scales of rows g and g + 8, t = 2 and 3 their zeros: the four bytes
   // around each. Several groups in a step are not copied but read when needed.
-  __device__ __forceinline__ void fetch(u8* stage, u8*, const Cursor& cursor, i32 step) const {
+  __device__ __forceinline__ void fetch(u8* stage, const Cursor& cursor, i32 step, i32) const {
     const int lane = threadIdx.x % 32, t = lane % 4;
     const u32* from = cursor.from + 16 * step;
     u8* to = stage + 16 * lane;
@@ -66,8 +67,7 @@ struct W4Stream : PlainRows {
       cp_async4(stage + CODE_BYTES + 4 * lane, scale + byte);
   }
 
-  __device__ __forceinline__ void read(Part& part, const u8* stage, const u8*, i32 tile,
-                                       i32 step) const {
+  __device__ __forceinline__ void read(Part& part, const u8* stage, i32 tile, i32 step) const {
     const int lane = threadIdx.x % 32, g = lane / 4;
     const i32 groups = K >> group_shift;
     const uint4* from = reinterpret_cast<const uint4*>(stage);

@@ -6,7 +6,8 @@
 // Four weights of both planes, as two pairs of halves: the very bits that were encoded. Where the
 // kept mantissa was rounded up, bit 7 of the lower byte says so; no borrow crosses a byte.
 DEV void decode_nested(u32 upper, u32 lower, u32& low, u32& high) {
-  const u32 kept = upper - ((lower >> 7) & 0x01010101u);
+  // 255 in each such byte, which times 0x01010101 (-1 / 255 among u32) is -1 in each.
+  const u32 kept = signs(lower) * 0x01010101u + upper;
   const u32 top = ((kept >> 1) & 0x3F3F3F3Fu) | (upper & 0x80808080u);
   low = prmt(lower, top, 0x5140);
   high = prmt(lower, top, 0x7362);

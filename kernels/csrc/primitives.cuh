@@ -49,6 +49,15 @@ DEV u32 prmt(u32 a, u32 b, u32 selector) {
 #endif
 }
 
+// 0xFF for every byte of `x` whose highest bit is set, otherwise 0.
+DEV u32 signs(u32 x) {
+#ifdef SIMT_EMULATION
+  return ((x >> 7) & 0x01010101u) * 0xFFu;
+#else
+  return prmt(x, 0, 0xBA98);
+#endif
+}
+
 // Any function of three bits, at every bit: LUT is what it gives for a=0xF0, b=0xCC, c=0xAA.
 template <int LUT>
 DEV u32 lop3(u32 a, u32 b, u32 c) {
