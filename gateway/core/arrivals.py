@@ -121,10 +121,8 @@ class Arrivals:
         """
         self._counters["takeovers_total"] += 1
         entry = Entry(event.record, event.resume_key, event.claim, None, self._measures)
-        precisions = event.precisions or ((),) * len(entry.choices)
-        told = zip(entry.choices, event.received, precisions, strict=True)
-        for choice, received, tags in told:
-            choice.hold(received, tags, event.record)
+        for choice, received in zip(entry.choices, event.received, strict=True):
+            choice.hold(received, event.record)
         entry.choices[0].scores.hold(event.scored, event.record.prompt_ids)
         if old is not None:
             for choice, before in zip(entry.choices, old.choices, strict=True):

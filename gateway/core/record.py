@@ -134,22 +134,9 @@ class Choice:
         """How many of the tokens were generated in that mode."""
         return sum(1 for token in self.tokens if token.precision is precision)
 
-    def hold(
-        self,
-        received: tuple[int, ...],
-        precisions: tuple[Precision, ...],
-        record: RequestRecord,
-    ) -> None:
-        """Take what a client has for the truth, and its end too if these are all there will be.
-
-        ``precisions``: one a token, or () if all are FP16.
-        """
+    def hold(self, received: tuple[int, ...], record: RequestRecord) -> None:
+        """Take what a client has for the truth, and its end too if these are all there will be."""
         self.tokens = [Token(token_id) for token_id in received]
-        if precisions:
-            self.tokens = [
-                token._replace(precision=precision)
-                for token, precision in zip(self.tokens, precisions, strict=True)
-            ]
         held = len(received)
         if held == 0:
             return

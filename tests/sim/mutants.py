@@ -1,17 +1,19 @@
 """Planted bugs: each a patch to a production file that the stories or the simulator must catch.
 
-``python tests/sim/mutants.py [--seeds-only] [NAME ...]`` runs all of them, or those named: each in
-a copy of the five cores and the simulator, first the story that is written against it (all of them
-if none is; none at all with ``--seeds-only``), then seeds, until something fails. A mutant that
-survives, or a patch that no longer fits its file, is an error.
+``python tests/sim/mutants.py [--seeds-only] [--jobs N] [--output FILE] [NAME ...]`` runs all of
+them, or those named: each in a copy of the five cores and the simulator, first the story that is
+written against it (all of them if none is; none at all with ``--seeds-only``), then seeds, until
+something fails. A mutant that survives, or a patch that no longer fits its file, is an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,50 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "free_before_copy",
+        "workers/core/swaps.py",
+        "                resident.purity.at(resident.computed),\n            )\n        )\n",
+        "                resident.purity.at(resident.computed),\n            )\n        )\n"
+        "        roster.copies.end(key)\n        self._apply(resident, Outcome.GONE)\n",
+        "a victim's blocks are freed when its copy has only been asked for",
+    ),
+    Mutant(
+        "resume_evicts",
+        "controller/core/placement.py",
+        "        for rank in (Rank.RECOVERING, Rank.WAITING):\n"
+        "            sequence = line.first(capacity, rank)\n"
+        "            if sequence is not None and sequence.queued is not None:\n"
+        "                heads.append((sequence.queued, sequence, index))\n"
+        "                break\n"
+        "    high = len(capacities)\n"
+        "    for place, sequence, low in sorted(heads, key=lambda head: head[0]):\n"
+        "        if place.rank is Rank.WAITING:\n",
+        "        for rank in Rank:\n"
+        "            sequence = line.first(capacity, rank)\n"
+        "            if sequence is not None and sequence.queued is not None:\n"
+        "                heads.append((sequence.queued, sequence, index))\n"
+        "                break\n"
+        "    high = len(capacities)\n"
+        "    for place, sequence, low in sorted(heads, key=lambda head: head[0]):\n"
+        "        if place.rank is not Rank.RECOVERING:\n",
+        "room is made for somebody who was swapped out: two take turns for ever",
+        "resume_evicts_nobody",
+    ),
+    Mutant(
+        "stuck_step_is_waited_for",
+        "workers/core/steps.py",
+        "or waited_ms < limit_ms:",
+        "or waited_ms < 1000 * limit_ms:",
+        "a device that never answers holds its requests for ever",
+    ),
+    Mutant(
+        "report_before_membership",
+        "controller/core/residents.py",
+        "        worker = world.pools.get(report.worker)  # which forgets who is no member yet\n",
+        "",
+        "what a worker reports before it is a member goes into a forgotten record",
+    ),
     Mutant(
         "no_epoch_check_at_the_worker",
         "workers/core/orders.py",
@@ -392,8 +438,8 @@ MUTANTS = (
     Mutant(
         "shares_are_lost_with_their_gateway",
         "gateway/core/record.py",
-        "        if precisions:\n",
-        "        if precisions and not received:\n",
+        "        for index, precision in enumerate(said):\n",
+        "        for index, precision in enumerate(said[:0]):\n",
         "tokens that only the client knows the mode of count as FP16",
         "shares_outlive_worker_and_gateway",
     ),
@@ -504,7 +550,7 @@ def hunt(mutant: Mutant, *, seeds: int = SEEDS, stories: bool = True) -> str | N
             env={"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1200,
             check=False,
         )
     if done.returncode not in (0, 3):
@@ -514,17 +560,34 @@ def hunt(mutant: Mutant, *, seeds: int = SEEDS, stories: bool = True) -> str | N
 
 def main(arguments: list[str]) -> int:
     """Hunt every mutant, or those named; return how many survived."""
-    stories = "--seeds-only" not in arguments
-    names = [argument for argument in arguments if argument != "--seeds-only"]
-    survivors = 0
-    for mutant in MUTANTS:
-        if names and mutant.name not in names:
-            continue
-        caught = hunt(mutant, stories=stories)
-        survivors += caught is None
-        sys.stdout.write(f"{mutant.name:40s} {caught or 'SURVIVED'}\n")
-        sys.stdout.flush()
-    return survivors
+    parser = argparse.ArgumentParser(description="Plant bugs in the cores and look for them.")
+    parser.add_argument("--seeds-only", action="store_true", help="without stories")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--output", type=Path, help="write what caught each as JSON")
+    parser.add_argument("names", nargs="*", help="which; default: all")
+    given = parser.parse_args(arguments)
+    chosen = [mutant for mutant in MUTANTS if not given.names or mutant.name in given.names]
+    caught: dict[str, str | None] = {}
+    with ThreadPoolExecutor(given.jobs) as pool:
+        hunts = pool.map(lambda mutant: hunt(mutant, stories=not given.seeds_only), chosen)
+        for mutant, found in zip(chosen, hunts, strict=True):
+            caught[mutant.name] = found
+            sys.stdout.write(f"{mutant.name:40s} {found or 'SURVIVED'}\n")
+            sys.stdout.flush()
+    survivors = [name for name, found in caught.items() if found is None]
+    if given.output is not None:
+        from deepinfer.deploy.bench.results import write_result
+
+        command = "python tests/sim/mutants.py" + " --seeds-only" * given.seeds_only
+        figures = {
+            "mutants": len(caught),
+            "caught": len(caught) - len(survivors),
+            "survivors": survivors,
+            "seeds_at_most": SEEDS,
+            "caught_by": caught,
+        }
+        write_result(given.output, command, figures)
+    return len(survivors)
 
 
 if __name__ == "__main__":
