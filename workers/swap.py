@@ -284,15 +284,16 @@ class StoreSwapper:
         sequence's own and are computed anew.
         """
         refused: tuple[str, str] | None = None
+        damage = "manifest"
 
         def into(manifest: Manifest) -> Take | None:
-            nonlocal refused
+            nonlocal refused, damage
+            damage = "bytes"
             refused = self._identity.refusal(self._pool, manifest, effect)
             return None if refused else self._taker(effect.block_ids, fence)
 
         result = await client.get(effect.ticket, into)
         if result.status is StoreStatus.BAD_PAYLOAD:
-            damage = "manifest" if result.manifest is None else "bytes"
             reason, detail = refused or (damage, result.detail)
             return _unfetched(effect, result.status, detail, reason)
         if result.status is not StoreStatus.OK or result.manifest is None:

@@ -308,6 +308,37 @@ def bench_cancels(
     raise typer.Exit(0 if ok else 1)
 
 
+@bench.command("corruption")
+def bench_corruption(
+    payloads: Annotated[int, typer.Option(min=1, max=10_000_000, help="To damage.")] = 100_000,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="That share them.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, max=1_000_000, help="Of the damage.")] = 0,
+    model: Model = "demo",
+    rounds: Annotated[
+        int, typer.Option(min=0, max=10_000, help="Swaps of a cluster that are damaged as well.")
+    ] = 20,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no payloads are begun.")
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Damaged, foreign and stale payloads between worker and store: is any ever used?"""
+    with plain_errors():
+        from deepinfer.deploy.bench.corruption import run_corruption
+
+        ok = run_corruption(
+            payloads=payloads,
+            processes=processes,
+            seed=seed,
+            model=model,
+            rounds=rounds,
+            budget_s=budget,
+            output=output,
+            console=out,
+        )
+    raise typer.Exit(0 if ok else 1)
+
+
 @bench.command("deterministic")
 def bench_deterministic(
     model: Model = "demo",

@@ -120,7 +120,7 @@ def run_offload(
 
 
 def _run_dtype(model: Path, dtype: str, rounds: int, host: Host, advance: Any) -> list[Round]:
-    questions = _questions(model)
+    questions = questions_of(model)
     # One request runs at a time, here as there: on a card, too, not a bit may differ.
     right = unpressed(
         model, questions, kv_cache_dtype=dtype, block_size=BLOCK_SIZE, device=host.device
@@ -139,7 +139,8 @@ def _run_dtype(model: Path, dtype: str, rounds: int, host: Host, advance: Any) -
         return asyncio.run(_rounds(cluster, questions, right, rounds, advance))
 
 
-def _questions(model: Path) -> list[Question]:
+def questions_of(model: Path) -> list[Question]:
+    """Two requests that need three blocks each."""
     from deepinfer.text.load import load_tokenizer
 
     tokenizer = load_tokenizer(model)
