@@ -42,6 +42,8 @@ AFTER_S = 2.0
 """How far before and after a kill the other streams' intervals are looked at."""
 ROOMY: tuple[Place, ...] = ("mid_prefill", "mid_decode")
 """Reached without swaps: the load leaves a worker and blocks to spare, and recovery is measured."""
+EARLY: tuple[Place, ...] = ("mid_prefill", "after_accept")
+"""Reached once a stream, and at once: chosen before the load is sent."""
 LATEST_S = 0.3
 """Most between the load's start and the choice of the point: most points come again and again."""
 
@@ -109,9 +111,13 @@ class Trials:
         draw = random.Random(f"{self.plan.seed}/{number}")
         for loads in range(1, LOADS + 1):
             status = await self.site.serving(2 if self.plan.keep_spare else 1)
+            # Now: who stands still at its point may not answer.
+            pids = await self.site.pids(self._serving(status))
+            if point in EARLY:
+                _choose(self.site.folder / point)
             load = self._start(draw, point, status, client)
             began = time.perf_counter()
-            parked = await self._parked(draw, point, status, load)
+            parked = await self._parked(draw, point, status, pids, load)
             if parked is None:
                 await self._uncounted(number, point, loads, load)
                 self._load_s = time.perf_counter() - began
@@ -133,22 +139,19 @@ class Trials:
     # ---- to the point ----------------------------------------------------------------------
 
     async def _parked(
-        self, draw: random.Random, point: Place, status: Status, load: Load
+        self, draw: random.Random, point: Place, status: Status, pids: dict[int, str], load: Load
     ) -> _Parked | None:
         chosen = self.site.folder / point
-        pids = await self.site.pids(self._serving(status))
         opened: tuple[str, float] | None = None
         if point in OPENED:
             await load.until(1)
-            chosen.touch()
+            _choose(chosen)
             pid, name = draw.choice(sorted(pids.items()))
             del pids[pid]
             opened = (name, send([pid], signal.SIGKILL))
-        else:
-            # A prompt is computed at once; most of what else can be reached again and again.
-            latest_s = 0.0 if point == "mid_prefill" else min(LATEST_S, 0.3 * self._load_s)
-            await asyncio.sleep(draw.uniform(0.0, latest_s))
-            chosen.touch()
+        elif point not in EARLY:
+            await asyncio.sleep(draw.uniform(0.0, min(LATEST_S, 0.3 * self._load_s)))
+            _choose(chosen)
         chose = time.perf_counter()
         taken = await self._taken(chosen, load)
         if taken is None:
@@ -230,8 +233,9 @@ class Trials:
         stopped = send(doomed, signal.SIGSTOP if pause_s else signal.SIGKILL)
         parked.taken.unlink()
         since = stopped if parked.opened is None else parked.opened
-        later = self._admit(point, load, client)
-        watching = asyncio.create_task(self._detected(parked, stopped))
+        later = self._admit(load, client)
+        patience_s = pause_s or DETECT_PATIENCE_S
+        watching = asyncio.create_task(self._detected(parked, stopped, patience_s))
         quarantined = 0
         restarted_s: float | None = None
         if pause_s:
@@ -304,7 +308,7 @@ class Trials:
         }
         return [h for h in running if h.request in found]
 
-    def _admit(self, point: Place, load: Load, client: AsyncClient) -> History | None:
+    def _admit(self, load: Load, client: AsyncClient) -> History | None:
         """Where it is to be known how soon anybody is admitted again: one more request."""
         if self.plan.target != "controller":
             return None
@@ -313,16 +317,14 @@ class Trials:
         load.tasks += more.tasks
         return more.histories[0]
 
-    async def _detected(self, parked: _Parked, stopped: float) -> float | None:
+    async def _detected(self, parked: _Parked, stopped: float, patience_s: float) -> float | None:
         """From the signal until the controller's status shows that it has noticed."""
         if parked.opened is not None:
             return None
-        while (waited := time.perf_counter() - stopped) < DETECT_PATIENCE_S:
+        while (waited := time.perf_counter() - stopped) < patience_s:
             status = await self.site.status()
             if status is not None and is_gone(status, parked.lives):
                 return waited
-            if self.plan.pause_s(0) and status is not None and waited > max(self.plan.pauses_s):
-                return None
             await asyncio.sleep(POLL_S)
         return None
 
@@ -361,6 +363,10 @@ class Trials:
         task = asyncio.create_task(wait())
         self._returning.add(task)
         task.add_done_callback(self._returning.discard)
+
+
+def _choose(point: Path) -> None:
+    point.touch()
 
 
 def _exists(file: Path) -> bool:
