@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepinfer.deploy.bench import corruptor as by
+from deepinfer.deploy.bench import damages
 from deepinfer.deploy.bench.corruption_cluster import run_clusters
 from deepinfer.deploy.bench.corruptor import Armed, Bench, Placed
 from deepinfer.deploy.bench.results import write_result
@@ -180,22 +181,22 @@ class World:
             tally.lost.append(f"{path}: {done.status.value} {done.detail}")
 
 
-def _at_rest(damage: by.Damage) -> Callable[[World, Random], Armed]:
+def _at_rest(damage: damages.Damage) -> Callable[[World, Random], Armed]:
     return lambda _, chance: Armed(chance, at_rest=damage)
 
 
-def _on_write(damage: by.Damage) -> Callable[[World, Random], Armed]:
+def _on_write(damage: damages.Damage) -> Callable[[World, Random], Armed]:
     return lambda _, chance: Armed(chance, on_write=damage)
 
 
-def _given(misgive: by.Misgive) -> Callable[[World, Random], Armed]:
+def _given(misgive: damages.Misgive) -> Callable[[World, Random], Armed]:
     return lambda _, chance: Armed(chance, on_grant=misgive)
 
 
 def _whole(which: Callable[[World], Placed]) -> Callable[[World, Random], Armed]:
     def arm(world: World, chance: Random) -> Armed:
         ticket = which(world).ticket
-        give = by.other_payload(lambda: world.bench.runtime.grant_of(ticket))
+        give = damages.other_payload(lambda: world.bench.runtime.grant_of(ticket))
         return Armed(chance, on_grant=give)
 
     return arm
@@ -204,7 +205,7 @@ def _whole(which: Callable[[World], Placed]) -> Callable[[World, Random], Armed]
 def _pages(which: Callable[[World], Placed]) -> Callable[[World, Random], Armed]:
     def arm(world: World, chance: Random) -> Armed:
         ticket = which(world).ticket
-        give = by.other_pages(lambda: world.bench.runtime.grant_of(ticket))
+        give = damages.other_pages(lambda: world.bench.runtime.grant_of(ticket))
         return Armed(chance, on_grant=give)
 
     return arm
@@ -212,17 +213,17 @@ def _pages(which: Callable[[World], Placed]) -> Callable[[World, Random], Armed]
 
 def _bytes_of(which: Callable[[World], Placed], *, put: bool) -> Callable[[World, Random], Armed]:
     def arm(world: World, chance: Random) -> Armed:
-        damage = by.replaced_by(lambda: which(world).pages)
+        damage = damages.replaced_by(lambda: which(world).pages)
         return Armed(chance, on_write=damage) if put else Armed(chance, at_rest=damage)
 
     return arm
 
 
-def _read(message: by.Message) -> Callable[[World, Random], Armed]:
+def _read(message: damages.Message) -> Callable[[World, Random], Armed]:
     return lambda _, chance: Armed(chance, on_message=message)
 
 
-def _write(message: by.Message) -> Callable[[World, Random], Armed]:
+def _write(message: damages.Message) -> Callable[[World, Random], Armed]:
     return lambda _, chance: Armed(chance, on_request=message)
 
 
@@ -241,44 +242,44 @@ def _older(world: World) -> Placed:
 _MEMFD: Final[tuple[StorePath, ...]] = ("memfd",)
 _GRPC: Final[tuple[StorePath, ...]] = ("grpc",)
 KINDS: Final = (
-    Kind("on its way in: a bit", _on_write(by.flip_bit), _MEMFD, put=True),
-    Kind("on its way in: bits", _on_write(by.flip_bits), _MEMFD, put=True),
-    Kind("on its way in: cut", _on_write(by.cut), _MEMFD, put=True),
-    Kind("on its way in: blocks exchanged", _on_write(by.exchange_blocks), _MEMFD, put=True),
+    Kind("on its way in: a bit", _on_write(damages.flip_bit), _MEMFD, put=True),
+    Kind("on its way in: bits", _on_write(damages.flip_bits), _MEMFD, put=True),
+    Kind("on its way in: cut", _on_write(damages.cut), _MEMFD, put=True),
+    Kind("on its way in: blocks exchanged", _on_write(damages.exchange_blocks), _MEMFD, put=True),
     Kind("on its way in: another's bytes", _bytes_of(_other, put=True), _MEMFD, put=True),
-    Kind("on its way in: a bit of a message", _write(by.flip_chunk), _GRPC, put=True),
-    Kind("on its way in: a message cut", _write(by.cut_chunk), _GRPC, put=True),
-    Kind("on its way in: a message lost", _write(by.lose_chunk), _GRPC, put=True),
-    Kind("on its way in: a bit of the manifest", _write(by.flip_put_header), _GRPC, put=True),
-    Kind("in the store: a bit", _at_rest(by.flip_bit)),
-    Kind("in the store: bits", _at_rest(by.flip_bits)),
-    Kind("in the store: cut", _at_rest(by.cut)),
-    Kind("in the store: blocks exchanged", _at_rest(by.exchange_blocks)),
-    Kind("in the store: a block shifted", _at_rest(by.shift)),
+    Kind("on its way in: a bit of a message", _write(damages.flip_chunk), _GRPC, put=True),
+    Kind("on its way in: a message cut", _write(damages.cut_chunk), _GRPC, put=True),
+    Kind("on its way in: a message lost", _write(damages.lose_chunk), _GRPC, put=True),
+    Kind("on its way in: a bit of the manifest", _write(damages.flip_put_header), _GRPC, put=True),
+    Kind("in the store: a bit", _at_rest(damages.flip_bit)),
+    Kind("in the store: bits", _at_rest(damages.flip_bits)),
+    Kind("in the store: cut", _at_rest(damages.cut)),
+    Kind("in the store: blocks exchanged", _at_rest(damages.exchange_blocks)),
+    Kind("in the store: a block shifted", _at_rest(damages.shift)),
     Kind("in the store: another's bytes", _bytes_of(_other, put=False)),
     Kind("in the store: bytes of the run before", _bytes_of(_older, put=False)),
     Kind("given: another's pages", _pages(_other)),
     Kind("given: pages of the run before", _pages(_older)),
-    Kind("given: too few pages", _given(by.fewer_pages)),
+    Kind("given: too few pages", _given(damages.fewer_pages)),
     Kind("given: another's payload", _whole(_other)),
     Kind("given: the payload of the run before", _whole(_older)),
-    Kind("given: a bit of the manifest", _given(by.flip_manifest)),
-    Kind("given: another run's manifest", _given(by.other_field("run", Run(7, 7)))),
-    Kind("given: an unknown precision", _given(by.other_field("precision", "fp4"))),
+    Kind("given: a bit of the manifest", _given(damages.flip_manifest)),
+    Kind("given: another run's manifest", _given(damages.other_field("run", Run(7, 7)))),
+    Kind("given: an unknown precision", _given(damages.other_field("precision", "fp4"))),
     Kind("of another model", _whole(lambda world: world.foreign["model"])),
     Kind("of another layout", _whole(lambda world: world.foreign["layout"])),
     Kind("of another dtype", _whole(lambda world: world.foreign["dtype"])),
     Kind("with K scaled otherwise", _whole(lambda world: world.foreign["key_scales"])),
-    Kind("on its way out: a bit of a message", _read(by.flip_chunk), _GRPC),
-    Kind("on its way out: a message cut", _read(by.cut_chunk), _GRPC),
-    Kind("on its way out: a message lost", _read(by.lose_chunk), _GRPC),
-    Kind("on its way out: bytes twice", _read(by.double_chunk), _GRPC),
+    Kind("on its way out: a bit of a message", _read(damages.flip_chunk), _GRPC),
+    Kind("on its way out: a message cut", _read(damages.cut_chunk), _GRPC),
+    Kind("on its way out: a message lost", _read(damages.lose_chunk), _GRPC),
+    Kind("on its way out: bytes twice", _read(damages.double_chunk), _GRPC),
     Kind(
         "on its way out: messages exchanged",
-        lambda _, chance: Armed(chance, on_message=by.swap_chunks()),
+        lambda _, chance: Armed(chance, on_message=damages.swap_chunks()),
         _GRPC,
     ),
-    Kind("on its way out: a bit of the manifest", _read(by.flip_header), _GRPC),
+    Kind("on its way out: a bit of the manifest", _read(damages.flip_header), _GRPC),
 )
 
 

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from rich.console import Console
 
-from deepinfer.deploy.bench import corruption, corruptor
+from deepinfer.deploy.bench import corruption, damages
 from deepinfer.deploy.bench.corruption import KINDS, Kind, run_corruption, run_trials
 from deepinfer.deploy.bench.corruption_cluster import damage
 from deepinfer.deploy.bench.corruptor import Armed
@@ -47,7 +47,7 @@ def test_damage_that_changes_nothing_does_not_count(monkeypatch: pytest.MonkeyPa
 
     def arm(_: object, chance: Random) -> Armed:
         idle = next(chances)
-        return Armed(chance, at_rest=(lambda *_: None) if idle else corruptor.flip_bit)
+        return Armed(chance, at_rest=(lambda *_: None) if idle else damages.flip_bit)
 
     monkeypatch.setattr(corruption, "KINDS", (Kind("a bit, sometimes", arm),))
     tally = run_trials(3, 4)
