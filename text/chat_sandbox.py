@@ -15,8 +15,9 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 STEPS_MAX: Final = 250_000
@@ -155,7 +156,8 @@ class _Metering(NodeTransformer):
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "_joined")
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filter(node: nodes.Node, name: str) -> nodes.Filter:
+    assert isinstance(node, nodes.Expr)  # what is looped over always is
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -237,6 +237,7 @@ class Pools:
     def _index(self, worker: Worker) -> None:
         capacity = worker.capacity_tokens
         if capacity <= 0:
+            self._leave_class(worker.id)
             return
         if self._class_of.get(worker.id) != capacity:
             self._leave_class(worker.id)

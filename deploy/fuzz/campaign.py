@@ -267,6 +267,8 @@ def _serve(
 
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
+    done = 0
+
     def about_to(data: bytes) -> None:
         nonlocal done
         done += 1

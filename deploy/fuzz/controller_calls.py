@@ -75,7 +75,7 @@ class _Around:
     async def life(self, peer: Peer) -> Incarnation | None:
         return None
 
-    async def restart(self, peer: Peer) -> None:
+    async def restart(self, name: str, life: Incarnation) -> None:
         """Nothing is ended."""
 
 

@@ -59,7 +59,7 @@ def manifest(blocks: int = 3) -> Manifest:
         state=State.DECODE,
         precision="fp16",
         model="a model",
-        run=Run(1, 2),
+        run=Run(1, 1),  # that of ``TICKET``
     )
     hashes = [xxhash.xxh3_64_intdigest(bytes(made.payload_bytes))]
     made = with_hashes(made, hashes)
@@ -145,7 +145,7 @@ def _frame_seeds() -> list[bytes]:
 
 SEQ: Final = {"request": "gateway-0-aa", "choice": 0}
 RUN: Final = {"epoch": 1, "counter": 1}
-TICKET: Final = {"seq": SEQ, "run": RUN, "order": {"epoch": 1, "counter": 2}}
+TICKET: Final[dict[str, Any]] = {"seq": SEQ, "run": RUN, "order": {"epoch": 1, "counter": 2}}
 
 
 def from_worker_messages() -> list[link_pb2.FromWorker]:
@@ -205,7 +205,10 @@ def report_messages() -> list[tuple[int, Message]]:
         "usage": [{"seq": SEQ, "private_blocks": 2, "tokens": 20, "last_step": 4, "advanced": 1}],
         "counters": {"deepinfer_worker_tokens_computed_total": 5.0},
     }  # fmt: skip
-    nested = {"shed": {"state": "whole"}, "precision": {"levels": 2, "ratio": 0.6}}
+    nested = {
+        "shed": {"state": "held", "ordinary_blocks": 32, "tail_blocks": 8},
+        "precision": {"levels": 2, "ratio": 0.6},
+    }
     gone = {"seq": SEQ, "run": RUN, "why": "swapped", "ticket": TICKET, "blocks": 2}
     store: dict[str, Any] = {
         "store": "store-n", "incarnation": 4, "node": "n", "number": 1, "complete": True,
@@ -304,6 +307,7 @@ def resume_messages() -> list[inference_pb2.ResumeRequest]:
             request=request,
             progress=[{"index": 0, "token_ids": [70, 71]}],
             arrival_ms=5,
+            prompt_logprobs=4 if request.sampling_params.HasField("prompt_logprobs") else 0,
         )
         for request in generate_messages()
     ]
@@ -317,10 +321,11 @@ def _request(data: bytes) -> None:
 
 def _malformed(data: bytes) -> None:
     for kind in (inference_pb2.GenerateRequest, inference_pb2.ResumeRequest):
+        message: Any = kind.DESCRIPTOR
         try:
             kind.FromString(data)
         except DecodeError:
-            said = why_malformed(data, kind.DESCRIPTOR)
+            said = why_malformed(data, message)
             assert len(str(said)) < 1000
 
 

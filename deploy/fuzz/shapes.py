@@ -214,7 +214,7 @@ def mutate_message(message: Message, rng: Random) -> None:
     """Change one field of it, or of a message in it."""
     if not message.DESCRIPTOR.fields:
         return
-    field = rng.choice(message.DESCRIPTOR.fields)
+    field: FieldDescriptor = rng.choice(message.DESCRIPTOR.fields)  # type: ignore[assignment]
     if rng.random() < 0.1:
         message.ClearField(field.name)
         return
@@ -331,7 +331,8 @@ def recorded(calls: Sequence[tuple[int, bytes]]) -> bytes:
 
 def records(data: bytes) -> list[tuple[int, bytes]]:
     """Read the calls of an input; the last one may be cut short."""
-    found, at = [], 0
+    found: list[tuple[int, bytes]] = []
+    at = 0
     while at + 5 <= len(data) and len(found) < CALLS_MAX:
         size = int.from_bytes(data[at + 1 : at + 5], "little")
         found.append((data[at], data[at + 5 : at + 5 + size]))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import Message
@@ -44,7 +44,7 @@ MESSAGES: Final[Mapping[str, type[Message]]] = {
     "List": kvstore_pb2.ListRequest,
     "Stats": kvstore_pb2.StatsRequest,
 }
-WRITER: Final = {"worker": "worker-0", "incarnation": 3}
+WRITER: Final[dict[str, Any]] = {"worker": "worker-0", "incarnation": 3}
 
 
 class _Clock:
@@ -58,7 +58,7 @@ class _Clock:
 
 
 def _runtime(clock: _Clock) -> StoreRuntime:
-    return StoreRuntime(
+    runtime = StoreRuntime(
         store=StoreId("store-n"),
         incarnation=Incarnation(LIFE),
         node=NodeId("n"),
@@ -67,15 +67,20 @@ def _runtime(clock: _Clock) -> StoreRuntime:
         config=StoreConfig(tickets_max=8, sealed_max=8, writers_max=4),
         clock_ms=clock,
     )
+    runtime.pool.grow_to(PAGES)  # or every put would wait for a thread that maps its pages
+    return runtime
 
 
 def _service() -> Service:
     clock = _Clock()
     runtime = _runtime(clock)
     handlers = StoreService(runtime, idle_s=30, get_s=30).handlers()
-    methods = {
-        name: handlers.service(SimpleNamespace(method=f"/{SERVICE}/{name}")) for name in MESSAGES
-    }
+
+    def handler(name: str) -> Any:
+        details: Any = SimpleNamespace(method=f"/{SERVICE}/{name}")
+        return handlers.service(details)
+
+    methods = {name: handler(name) for name in MESSAGES}
 
     def tick() -> None:
         clock.now += 40_000

@@ -55,13 +55,13 @@ class Server(NamedTuple):
 def lets_in(server: Server, method: str, who: str) -> bool:
     """What the table says."""
     rule = RULES.get(method)
-    return rule is Access.OPEN or (rule in server.roles and rule is not None and rule.value == who)
+    return rule is Access.OPEN or (rule is not None and rule in server.roles and rule.value == who)
 
 
 async def refused_by_guard(channel: grpc.aio.Channel, method: str, token: str | None) -> bool:
     """Whether a call with an empty request ends as the guard ends calls; it may also go on."""
     metadata = None if token is None else bearer(token)
-    call = channel.stream_stream(method)(iter([b""]), metadata=metadata)
+    call = channel.stream_stream(method, None, None)(iter([b""]), metadata=metadata)
     try:
         code: grpc.StatusCode = await asyncio.wait_for(call.code(), 0.2)
     except TimeoutError:

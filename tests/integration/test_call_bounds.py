@@ -77,16 +77,16 @@ def test_calls_of_every_kind_are_counted_to_their_ends() -> None:
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             calls: list[Any] = [
-                channel.unary_unary("/x/one")(b""),
-                channel.stream_unary("/x/read")(iter([b""])),
-                channel.unary_stream("/x/written")(b""),
-                channel.stream_stream("/x/yielded")(iter([b""])),
+                channel.unary_unary("/x/one", None, None)(b""),
+                channel.stream_unary("/x/read", None, None)(iter([b""])),
+                channel.unary_stream("/x/written", None, None)(b""),
+                channel.stream_stream("/x/yielded", None, None)(iter([b""])),
             ]
             await eventually(lambda: bound.calls == 4)
             for refused in (
-                channel.unary_unary("/x/one")(b""),
-                channel.unary_stream("/x/written")(b""),
-                channel.stream_stream("/x/yielded")(iter([b""])),
+                channel.unary_unary("/x/one", None, None)(b""),
+                channel.unary_stream("/x/written", None, None)(b""),
+                channel.stream_stream("/x/yielded", None, None)(iter([b""])),
             ):
                 assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert (
@@ -100,7 +100,7 @@ def test_calls_of_every_kind_are_counted_to_their_ends() -> None:
             assert [r async for r in calls[2]] == [b"2"]
             assert [r async for r in calls[3]] == [b"3"]
             await eventually(lambda: bound.calls == 0)
-            assert await channel.unary_unary("/x/one")(b"") == b"1"
+            assert await channel.unary_unary("/x/one", None, None)(b"") == b"1"
         await server.stop(None)
 
     with asyncio.Runner() as runner:
