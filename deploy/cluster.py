@@ -113,6 +113,8 @@ class Cluster:
         config = self.config
         check_server_tls(config)
         self.ray.prepare()
+        for line in self.ray.swept:
+            self.say(line)
         device = self.ray.device(config, self.say)
         _refuse_taken(config)
         self.token = read_or_make_token(self.token_file)

@@ -24,6 +24,7 @@ from deepinfer.deploy.access import CONTROLLER, NAMESPACE
 from deepinfer.deploy.config import ClusterConfig, Device
 from deepinfer.deploy.devices import local_device, ray_device
 from deepinfer.deploy.errors import LaunchError, cause_of
+from deepinfer.deploy.leftovers import Mark, leave_mark, remove_link, remove_mark, sweep
 from deepinfer.deploy.nodes import HERE, Nodes, check_reachable, choose_nodes
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -41,11 +42,15 @@ class OwnRay:
     starting: str = "starting Ray"
     session: Path | None = None
     """The folder with Ray's sockets and logs; removed unless something failed."""
+    swept: tuple[str, ...] = ()
+    """What earlier launchers that were killed had left here, a sentence for each."""
+    _mark: Mark | None = None
     _started: bool = False
     _cards: int = 0
 
     def prepare(self) -> None:
-        """Nothing is to be known of it before it is started."""
+        """Remove what launchers that were killed have left on this machine."""
+        self.swept = sweep()
 
     def device(self, config: ClusterConfig, say: Callable[[str], None]) -> Device:
         """What workers compute on.
@@ -62,6 +67,7 @@ class OwnRay:
         Raises:
             LaunchError: this process has started or joined a Ray already.
         """
+        self._mark = leave_mark()
         _import_ray()
         self._started = True
         with interrupts.held():  # a Ray that is half started leaves processes behind
@@ -76,14 +82,17 @@ class OwnRay:
 
     def stop(self, killed: tuple[str, ...], *, keep_logs: bool) -> None:
         """Stop it, half started or not, and whoever is left in it."""
-        if not self._started:
-            return
-        import ray
+        if self._started:
+            import ray
 
-        ray.shutdown()  # of one that came up only half, too
-        self._started = False
-        if self.session is not None and not keep_logs:
-            _remove_session(self.session)
+            ray.shutdown()  # of one that came up only half, too
+            self._started = False
+            if self.session is not None and not keep_logs:
+                shutil.rmtree(self.session, ignore_errors=True)
+                remove_link(self.session.parent)
+        if self._mark is not None:
+            remove_mark(self._mark)
+            self._mark = None
 
 
 @dataclass(slots=True)
@@ -98,6 +107,8 @@ class RunningRay:
     starting: str = "looking for Ray's nodes"
     session: Path | None = None
     """The folder with Ray's logs on this node."""
+    swept: tuple[str, ...] = ()
+    """Nothing: what runs in somebody else's Ray is not removed without being asked to."""
     _joined: bool = False
     _device: Device = "cpu"
 
@@ -287,14 +298,6 @@ def _start_ray(log_level: str, cards: int) -> Path | None:
         raise LaunchError(f"Ray does not start: {cause_of(error)}") from error
     folder = context.address_info.get("session_dir")
     return Path(folder) if folder else None
-
-
-def _remove_session(folder: Path) -> None:
-    """Remove what Ray leaves of a session: logs, sockets, and the link to the latest one."""
-    shutil.rmtree(folder, ignore_errors=True)
-    latest = folder.parent / "session_latest"
-    if latest.is_symlink() and not latest.exists():
-        latest.unlink(missing_ok=True)
 
 
 def _loaded() -> frozenset[str]:

@@ -70,10 +70,10 @@ def remember(running: Running) -> None:
     """Write the cluster's file, whole or not at all."""
     path = _file(running.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, asdict(running))
+    write_private(path, asdict(running))
 
 
-def _write(path: Path, values: object) -> None:
+def write_private(path: Path, values: object) -> None:
     """Write JSON that only its owner can read: the file is there whole or not at all."""
     scratch = path.with_suffix(f".{os.getpid()}.part")
     mode = stat.S_IRUSR | stat.S_IWUSR
@@ -92,7 +92,7 @@ def forget(name: str) -> None:
 
 def wish_grace(name: str, grace_s: float) -> None:
     """Tell a cluster's launcher how long running requests may take, before it is signalled."""
-    _write(_wish(name), grace_s)
+    write_private(_wish(name), grace_s)
 
 
 def wished_grace(name: str) -> float | None:
