@@ -21,6 +21,7 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # or gRPC waits a minute for the answer
     ("grpc.initial_reconnect_backoff_ms", 100),
     # The least that a connection attempt is given, and no pause: a busy gateway, or one far away,
     # takes a while to answer.

@@ -27,6 +27,7 @@ SERVER_OPTIONS = (
     # A gateway or store that is there and does nothing (SIGSTOP) counts as gone after half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # or gRPC waits a minute for the answer
     # Peers ping a quiet stream every 20 s; the default would end the connection for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

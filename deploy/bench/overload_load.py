@@ -113,8 +113,8 @@ class Process:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._plain.close()
-        await self._small.close()
+        await self._plain.close(None)
+        await self._small.close(None)
 
     async def _arrivals(self, until_s: float) -> AsyncIterator[None]:
         """A Poisson process of arrivals."""

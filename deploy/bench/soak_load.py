@@ -103,7 +103,7 @@ class Load:
     async def close(self) -> None:
         """Close both connections."""
         await self.client.close()
-        await self._slow.close()
+        await self._slow.close(None)
 
     async def _one(self, kind: str, known: Known) -> None:
         if kind == "stop" and not known.stop:

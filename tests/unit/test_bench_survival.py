@@ -73,7 +73,7 @@ def test_nothing_is_held_only_if_nobody_holds_anything() -> None:
     assert counts(FREE)["gateway_kept"] == 4
     assert lives(FREE) == {"controller": 3, "worker-0": 5, "store-0": 6, "gateway-0": 7}
     worker, store = FREE["workers"]["worker-0"], FREE["stores"]["store-0"]
-    for change in (
+    changes: tuple[dict[str, Any], ...] = (
         {"workers": {"worker-0": {**worker, "blocks_free": 8}}},
         {"workers": {"worker-0": {**worker, "residents": 1}}},
         {"stores": {"store-0": {**store, "used_bytes": 1}}},
@@ -81,7 +81,8 @@ def test_nothing_is_held_only_if_nobody_holds_anything() -> None:
         {"sequences": [{}]},
         {"gateway": {**FREE["gateway"], "live_requests": 1}},
         {"gateway": {**FREE["gateway"], "streams": 1}},
-    ):
+    )
+    for change in changes:
         assert len(held({**FREE, **change})) == 1, change
     gone = {**worker, "blocks_free": 0, "state": "gone"}
     assert held({**FREE, "workers": {"worker-0": gone}}) == []
@@ -103,8 +104,9 @@ def test_what_a_process_holds_is_read_from_proc() -> None:
     assert held_by(2**22 + 1) is None  # above any process id there can be
 
 
-def soaked(seconds: int = 3600, **growth: float) -> Soak:
-    """A soak in which the worker's figures grow by so much an hour."""
+def soaked(**growth: float) -> Soak:
+    """A soak of an hour in which the worker's figures grow by so much."""
+    seconds = 3600
     found = Soak(plan=Plan(seconds=seconds), model=Path("tiny"), pool_blocks=9)
     for at in range(0, seconds + 1, 30):
         grown = {name: getattr(PROCESS, name) + int(at / 3600 * by) for name, by in growth.items()}
@@ -190,9 +192,8 @@ def test_cancels_count_by_the_state_they_met(tmp_path: Path) -> None:
     assert (tmp_path / "cancels.png").stat().st_size > 5_000
     assert cancels_report.table(found).row_count == 2
     assert not cancels_report.figures(seen, "tiny", 9, 4)["as_it_should_be"]
-    for free_s in (1.1, None):
-        late = replace(seen.cancels[0], free_s=free_s)
-        seen.cancels.append(late)
+    for late_s in (1.1, None):
+        seen.cancels.append(replace(seen.cancels[0], free_s=late_s))
         found = cancels_report.figures(seen, "tiny", 9, 3)
         assert (found["as_it_should_be"], found["free_within_a_second"]) == (False, 3)
         seen.cancels.pop()
