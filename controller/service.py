@@ -24,7 +24,7 @@ SERVER_OPTIONS = (
     # A report states everything when it is complete.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # A gateway or store that is there and does nothing (SIGSTOP) counts as gone after half a minute.
+    # A gateway or store that is there and does nothing (SIGSTOP) is gone after half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # or gRPC waits a minute for the answer
