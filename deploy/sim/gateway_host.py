@@ -104,6 +104,10 @@ class GatewayHost(Reporter):
         live = self.core.snapshot()["live_requests"]
         return [f"{self.name} has {live} live requests"] if live else []
 
+    def held(self) -> int:
+        """Clients' streams that are open: what a drain waits for."""
+        return len(self._streams)
+
     # ---- clients ----
 
     def from_client(self, stream: Stream, asked: OpenGenerate | OpenResume) -> None:

@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from deepinfer.controller.core.events import Drain
+from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.gateway_host import GatewayHost
 from deepinfer.deploy.sim.worker_host import WorkerHost
 from deepinfer.kvstore.core.ids import GatewayId, Incarnation, WorkerId
@@ -75,9 +76,12 @@ class Orderly:
         """Wait for the process to be empty; then, or when time is up, replace it."""
         engine = self._world.engine
         over = not host.up or host.life != life
-        if not over and engine.now_ms < until_ms and not self._empty(host):
+        empty = not over and self._empty(host)
+        if not over and engine.now_ms < until_ms and not empty:
             engine.after(_LOOK_MS, self._look, host, life, until_ms, rest)
             return
+        if empty and (held := host.held()):
+            raise ViolationError(f"{host} is called drained, and holds {held} requests")
         if not over:
             self._havoc.kill(host)
             engine.after(1 + host.within(200), self._havoc.restart, host)

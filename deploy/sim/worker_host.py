@@ -160,6 +160,10 @@ class WorkerHost(Reporter):
             left.append(f"{self.name}'s planes are {numbers['planes']}")
         return left
 
+    def held(self) -> int:
+        """Sequences that it has: what a drain waits for."""
+        return len(self.core.residents)
+
     # ---- gateways ----
 
     def _link(self, gateway: GatewayHost) -> None:

@@ -216,7 +216,8 @@ class World:
         sheds = self.plan.precision != "fp16" and self.plan.level_max >= self.plan.levels - 1
         gains = int(sheds and not plan.exact)
         pools = [worker.least_blocks + gains * worker.plan.tail_blocks for worker in workers]
-        least = min(pools) if self.plan.faults else max(pools)
+        some_lack = self.plan.faults or self.plan.late_start_ms
+        least = min(pools) if some_lack else max(pools)
         return -(-(len(plan.prompt_ids) + plan.max_tokens) // self.block_size) > least
 
     def note(self, what: str) -> None:
