@@ -190,8 +190,9 @@ def test_planes_of_an_arena_lie_alone() -> None:
     head = weights.head
     assert isinstance(head, NestedWeight)
     assert head.lower is not None
-    for plane in (head.upper, head.lower):
-        assert head.upper.numel() <= plane.untyped_storage().nbytes() < head.upper.numel() + 128
+    size = head.upper.numel()
+    for tensor in (head.upper, head.lower):
+        assert size <= tensor.untyped_storage().nbytes() < size + 128
 
 
 class FakeTimer:
