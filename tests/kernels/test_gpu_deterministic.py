@@ -59,6 +59,7 @@ BLOCKS = 16
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(deterministic, "PARTITION_MIN", 64)
     monkeypatch.setattr(deterministic, "WORKSPACE_BYTES", 40_000)  # some ten rows a launch
+    monkeypatch.setattr(deterministic, "ROWS_MAX", 32)
     with emulated_gpu():
         yield
 

@@ -17,7 +17,6 @@ a neighbour that left it in the prefix cache is the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -162,16 +161,31 @@ class DeterministicSteps(GpuSteps):
         inputs = self.inputs.write(
             slices, range(len(slices)), InputShape(rows, len(slices), columns)
         )
-        each = torch.arange(rows, dtype=torch.int32, device=inputs.positions.device)
-        by_row = replace(
-            inputs,
-            sequences=each,
-            lens=inputs.positions + 1,
-            block_tables=inputs.block_tables.index_select(0, inputs.sequences),
-        )
-        self.decoder.fused(by_row, rows, self._partition(rows, longest), level)
-        self.decoder.finish(rows)
+        hidden, kept = self.decoder.buffers.hidden, self.decoder.buffers.branch
+        for first in range(0, rows, ROWS_MAX):
+            last = min(first + ROWS_MAX, rows)
+            self._compute(inputs, first, last, level)
+            if rows > ROWS_MAX:
+                kept[first:last].copy_(hidden[: last - first])
+        if rows > ROWS_MAX:
+            hidden[:rows].copy_(kept[:rows])
         return inputs, firsts
 
+    def _compute(self, inputs: InputViews, first: int, last: int, level: int) -> None:
+        """Compute rows ``first`` to ``last``, those before them being done; leave their norm."""
+        rows, sequences = last - first, inputs.sequences[first:last]
+        positions = inputs.positions[first:last]
+        by_row = InputViews(
+            token_ids=inputs.token_ids[first:last],
+            positions=positions,
+            sequences=torch.arange(rows, dtype=torch.int32, device=positions.device),
+            lens=positions + 1,
+            last_rows=inputs.last_rows,
+            block_tables=inputs.block_tables.index_select(0, sequences),
+        )
+        self.decoder.fused(by_row, rows, self._partition(rows, 0), level)
+        self.decoder.finish(rows)
+
     def _partition(self, rows: int, context: int) -> int:
+        """The same for all of them."""
         return fixed_partition(self._config.max_positions)
