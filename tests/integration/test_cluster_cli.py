@@ -19,14 +19,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from deepinfer.client import Accepted, Client
+from deepinfer.client import Accepted, Client, RequestFailed
 from deepinfer.controller.core.planes import Planes
 from deepinfer.controller.core.pools import Worker
 from deepinfer.controller.core.snapshot import _planes
+from deepinfer.deploy.leftovers import sweep
 from deepinfer.kvstore.core.ids import WorkerId
 from deepinfer.kvstore.core.precision import PrecisionLevel
 from deepinfer.kvstore.core.shed import ShedLevel, ShedState
@@ -485,19 +487,75 @@ def test_it_stops_at_any_moment(
 
 
 def test_a_token_file_that_others_can_read_is_warned_of(
-    home: Home, config: Path, tmp_path: Path
+    home: Home, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a launcher that is killed outright takes its cluster with it."""
+    """And of a launcher that is killed outright nothing stays, once the next one begins."""
     token = tmp_path / "token"
     token.write_text("a-token-of-enough-characters\n")
     token.chmod(0o644)
     with up(home, "--config", str(config), "--token-file", str(token)) as one:
         assert f"warning: token file {token}: others can read it" in one.wait_for("Ctrl-C stops")
+        session = home.ray_session()
         one.process.kill()
         one.process.wait()
-        deadline = time.monotonic() + STOP_S
-        # Two agents of Ray's try for a minute to reach what is gone; they hold no port of ours.
-        while left := [c for c in home.processes().values() if "Agent" not in c]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        # Two agents of Ray's would try for a minute to reach what is gone. The next `up` begins so:
+        monkeypatch.setenv(MARK, str(home.folder))
+        [said] = sweep()
+        assert str(session) in said
+        home.assert_no_process()
+        assert not session.exists()
     assert "no cluster runs here" in home.refused("status")
+
+
+@pytest.mark.slow
+def test_the_next_start_removes_what_a_killed_one_left(home: Home, config: Path) -> None:
+    """At once, at the same port; whatever of it was killed, and however far it had come."""
+    swept = "removed what a cluster that was killed has left"
+    with up(home, "--config", str(config)) as one:
+        one.wait_for("waiting for")
+        for pid, command in home.processes().items():
+            if pid == one.process.pid or "raylet" in command:
+                os.kill(pid, signal.SIGKILL)
+        one.process.wait()
+        with up(home, "--config", str(config)) as two:
+            port = two.endpoint.rpartition(":")[2]
+            assert two.log.read_text().startswith(swept)
+            two.process.kill()
+            two.process.wait()
+            with up(home, "--config", str(config), "--port", port) as three:
+                assert three.endpoint == two.endpoint
+                assert three.log.read_text().startswith(swept)
+                three.send(signal.SIGTERM)
+                assert three.end() == 0
+        home.assert_no_process()
+
+
+@pytest.mark.slow
+def test_drain_and_restart_by_the_command_line(home: Home, config: Path) -> None:
+    """A request goes on through all of it; what cannot end in the grace time is told."""
+    with up(home, "--config", str(config), "--gateways", "2") as one:
+        token = (home.folder / "deepinfer" / "token").read_text().strip()
+        said = one.wait_for("Ctrl-C stops").partition("serving ")[2].splitlines()[0]
+        endpoints = re.findall(r"127\.0\.0\.1:\d+", said)
+        prompt = list(range(5, 30))
+        options: dict[str, Any] = {"max_tokens": 480, "temperature": 0.0, "ignore_eos": True}
+        right = Oracle(tiny_model(home.folder), "int8").answer(prompt, **options)
+        with Client(endpoints, token=token) as client:
+            with client.stream(prompt, **options) as stream:
+                assert isinstance(next(stream), Accepted)
+                done = home.run("restart", "--all", "--grace", "0")
+                assert done.returncode == 0, done.stdout + done.stderr
+                assert done.stdout.count("serves again after") == 4, done.stdout
+                assert stream.completion().choices[0].token_ids == right
+            done = home.run("drain", "worker-1")
+            assert (done.returncode, done.stdout) == (0, "worker-1: drained\n"), done.stderr
+            assert client.status()["workers"]["worker-1"]["state"] == "draining"
+            assert "there is no worker or gateway 'worker-7'" in home.refused("drain", "worker-7")
+            with client.stream(prompt, **options) as stream:
+                assert isinstance(next(stream), Accepted)
+                down = home.run("down", "--grace", "0")
+                assert down.returncode == 0, down.stderr
+                with pytest.raises(RequestFailed, match="the cluster was stopped"):
+                    stream.completion()
+        assert one.end() == 0
+        home.assert_no_process()

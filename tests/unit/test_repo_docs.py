@@ -84,6 +84,7 @@ def test_settings_that_are_named_exist() -> None:
     flags = {prefix + name for name in names for prefix in ("--", "--no-")}
     others = {"--config", "--endpoint", "--json", "--once", "--interval", "--events"}
     others |= {"--connect-timeout", "--install-completion", "--show-completion", "--down"}
+    others |= {"--all"}
     others |= {"--index-url"}  # pip's
     others |= {"--budget", "--jobs", "--output", "--pause", "--point"}  # deepinfer chaos
     for name in ("operating.md", "sizing.md", "troubleshooting.md"):
