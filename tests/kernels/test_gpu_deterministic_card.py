@@ -83,7 +83,7 @@ def test_any_schedule_gives_the_bits_of_decoding_alone(
             runner, LENGTHS, blocks=BLOCKS, chance=chance, cuts=CUTS, level=level
         )
         assert (found.different, found.kv_is_the_same) == (0, True)
-        assert found.rows > 100
+        assert found.rows > 20
 
 
 @torch.inference_mode()
