@@ -49,6 +49,10 @@ ROW_MULTIPLES: Final = (4, 8, 16)
 TILE_ROWS: Final = 64
 """Most rows that a deterministic backend multiplies at once: with 64 it is as fast as with more."""
 
+LARGEST_TILE_ROWS: Final = 512
+"""Most rows that any backend multiplies at once. Above ``TILE_ROWS`` it multiplies powers of two,
+for oneDNN keeps half a MiB of code for each number of rows that it has met, and for each weight."""
+
 QUERY_ROWS: Final = 512
 """Most rows (query tokens times the heads of a group) of a deterministic attention product."""
 
@@ -213,9 +217,10 @@ class CpuBackend:
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         """``x @ weight.T + bias``, padding the rows where needed."""
         assert isinstance(weight, CpuLinear)
-        if not self.deterministic or x.shape[0] <= TILE_ROWS:
+        if x.shape[0] <= TILE_ROWS:
             return self._padded(x, weight)
-        return torch.cat([self._padded(part, weight) for part in torch.split(x, TILE_ROWS)])
+        parts = torch.split(x, self._tiles(x.shape[0]))
+        return torch.cat([self._padded(part, weight) for part in parts])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last axis in float32."""
@@ -270,6 +275,15 @@ class CpuBackend:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:
         """Choose one token a row, by the worker's sampler."""
         return sampler.sample(logits, rows)
+
+    def _tiles(self, rows: int) -> list[int]:
+        """What is multiplied at once: few different numbers of rows."""
+        most = TILE_ROWS if self.deterministic else LARGEST_TILE_ROWS
+        tiles = []
+        while rows > TILE_ROWS:
+            tiles.append(min(most, 1 << (rows.bit_length() - 1)))
+            rows -= tiles[-1]
+        return [*tiles, rows] if rows else tiles
 
     def _padded(self, x: Tensor, weight: CpuLinear) -> Tensor:
         rows = x.shape[0]

@@ -1,0 +1,47 @@
+"""Linear layers on a CPU see few different numbers of rows, and no row's bits depend on which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer.workers.backends.cpu import (
+    LARGEST_TILE_ROWS,
+    ROW_MULTIPLES,
+    TILE_ROWS,
+    CpuBackend,
+    CpuLinear,
+)
+
+
+@pytest.mark.parametrize(("deterministic", "most"), [(False, 20), (True, 16)])
+def test_few_numbers_of_rows_are_multiplied(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool, most: int
+) -> None:
+    """oneDNN keeps code for each: a worker's memory would grow with every new batch for hours."""
+    backend = CpuBackend(deterministic=deterministic)
+    seen: set[int] = set()
+
+    def note(_: CpuLinear, x: torch.Tensor) -> torch.Tensor:
+        seen.add(x.shape[0])
+        return x
+
+    monkeypatch.setattr(CpuLinear, "__call__", note)
+    weight: Any = CpuLinear(torch.eye(8), None, packed=False)
+    for rows in range(1, LARGEST_TILE_ROWS + 100):
+        x = torch.arange(rows * 8.0).reshape(rows, 8)
+        assert torch.equal(backend.linear(x, weight), x)
+    assert len(seen) <= most
+    assert max(seen) == (TILE_ROWS if deterministic else LARGEST_TILE_ROWS)
+
+
+def test_rows_keep_their_bits_in_any_tile() -> None:
+    backend = CpuBackend()
+    backend.row_multiple = ROW_MULTIPLES[-1]  # enough on any CPU, where 4 may not be
+    weight = backend.pack_linear(torch.randn(96, 64), None)
+    x = torch.randn(LARGEST_TILE_ROWS + 77, 64)
+    alone = torch.cat([backend.linear(row, weight) for row in torch.split(x, 1)])
+    for rows in (5, 64, 65, 127, 300, len(x)):
+        assert torch.equal(backend.linear(x[:rows], weight), alone[:rows])
