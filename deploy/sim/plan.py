@@ -256,7 +256,7 @@ def draw(seed: int) -> Plan:
     if any(worker.tail_blocks for worker in workers) and shedding.random() < 0.3:
         # Else loads seldom last till a return.
         weights = {**dict(list(weights.items())[:1]), "fickle_controller": 1.0}
-    fault_phase_ms = rng.choice((1000, 2000, 3000))
+    fault_phase_ms = rng.choice((700, 1500, 2500))
     return Plan(
         seed=seed,
         block_size=block_size,
@@ -274,8 +274,8 @@ def draw(seed: int) -> Plan:
         faults=tuple(weights),
         strikes=_strikes(Random(f"strikes {seed}"), weights, fault_phase_ms),
         fault_phase_ms=fault_phase_ms,
-        patient=rng.random() < 0.25,
-        tick_ms=rng.choice((50, 100, 100)),
+        patient=rng.random() < 0.1,
+        tick_ms=rng.choice((50, 100, 100, 100)),
         reserve_full=rng.random() < 0.2,
         growth_reserve_blocks=rng.choice((0, 1, 1, 2)),
         min_residency_tokens=rng.choice((0, 1, 4, 16)),
@@ -287,7 +287,7 @@ def draw(seed: int) -> Plan:
         **precision,
         prefix_cache=rng.random() < 0.7,
         clock_skew_ms=rng.choice((0, 0, 50, 1000)),
-        report_ms=rng.choice((50, 100, 200)),
+        report_ms=rng.choice((50, 100, 200, 200)),
         tight=rng.random() < 0.25,
         late_start_ms=rng.choice((0, 0, 0, 1500)),
         noisy=rng.random() < 0.5,

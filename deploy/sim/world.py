@@ -210,9 +210,11 @@ class World:
         """Whether some state of the cluster cannot hold the request, so that it may be refused."""
         workers = list(self.workers.values())
         if plan.exact:
-            workers = [worker for worker in workers if not worker.plan.start_shed]
-            if not workers or self.plan.shed_exact_wait_ms < FINISH_MS:
+            able = [worker for worker in workers if not worker.plan.start_shed]
+            some_not = len(able) < len(workers) and self.plan.late_start_ms > 0
+            if not able or some_not or self.plan.shed_exact_wait_ms < FINISH_MS:
                 return True
+            workers = able
         sheds = self.plan.precision != "fp16" and self.plan.level_max >= self.plan.levels - 1
         gains = int(sheds and not plan.exact)
         pools = [worker.least_blocks + gains * worker.plan.tail_blocks for worker in workers]

