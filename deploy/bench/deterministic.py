@@ -55,7 +55,7 @@ ROOM: Final = 0.3
 """What the pools hold of all that runs at once, about."""
 SEQUENCES_AT_ONCE: Final = 12
 """For each worker."""
-ORDINARY_SHARE: Final = 4
+ORDINARY_SHARE: Final = 8
 """A stream without the mode for so many with it."""
 WRITE_EVERY: Final = 50
 """Streams between two writes of the result."""
@@ -158,15 +158,19 @@ def run_deterministic(
     """Run it; True if all were identical.
 
     Writes ``deterministic.json``, or ``deterministic_<card>.json``: as streams end, with
-    ``"complete": false`` until the end.
+    ``"complete": false`` until the end. What the file has of other seeds is kept and counted too.
 
     Raises:
-        ConfigError: no such KV dtype, or the model's context is too short.
+        ConfigError: no such KV dtype, the model's context is too short, or the file is of another
+            model, KV dtype or device.
         LaunchError: a cluster does not come up, or a process has died.
     """
     check_kv_dtypes((kv_cache_dtype,))
     path = get_model(model, console=console)
     asked = make_requests(path, plan)
+    file = output / f"{host.stem('deterministic')}.json"
+    subject = {"model": path.name, "kv_cache_dtype": kv_cache_dtype} | host.facts()
+    before = report.others(file, subject, plan.seed)
     deadline = None if plan.budget_s is None else time.monotonic() + plan.budget_s
     modes = [Mode(True), Mode(False)]
     speeds: list[dict[str, float]] = []
@@ -181,12 +185,9 @@ def run_deterministic(
         )
 
     def write(complete: bool = False) -> dict[str, Any]:
-        figures = host.facts() | report.figures(plan, modes, speeds, complete=complete)
-        write_result(
-            output / f"{host.stem('deterministic')}.json",
-            plan.command(model, host.device, kv_cache_dtype),
-            figures,
-        )
+        now = report.portion(plan, modes, speeds, complete=complete)
+        figures = subject | report.figures([*before, now])
+        write_result(file, plan.command(model, host.device, kv_cache_dtype), figures)
         return figures
 
     ordinary = max(1, plan.streams // ORDINARY_SHARE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,7 +22,7 @@ from deepinfer.deploy.bench.deterministic import (
     moves,
     run_deterministic,
 )
-from deepinfer.deploy.bench.deterministic_report import figures
+from deepinfer.deploy.bench.deterministic_report import figures, others, portion
 from deepinfer.deploy.config import ConfigError
 from deepinfer.deploy.watch import Watched
 from support.tiny_model import write_tiny_llama
@@ -59,12 +60,35 @@ def test_what_differs_is_named() -> None:
 def test_one_stream_that_differs_is_enough() -> None:
     def found(*streams: Stream) -> bool:
         modes = [Mode(True, list(streams)), Mode(False)]
-        return bool(figures(Plan(), modes, [], complete=True)["as_it_should_be"])
+        found = figures([portion(Plan(), modes, [], complete=True)])
+        return bool(found["as_it_should_be"])
 
     good = Stream(0, identical=True, numbers=False)
     assert found(good)
     assert not found(good, Stream(0, identical=False, numbers=False, wrong="token 1 of 3"))
     assert not found()
+
+
+def test_portions_of_other_seeds_are_counted_and_the_same_seed_replaced(tmp_path: Path) -> None:
+    def run(seed: int, *, good: bool) -> dict[str, Any]:
+        modes = [Mode(True, [Stream(0, identical=good, numbers=False)], kills=2), Mode(False)]
+        return portion(Plan(seed=seed), modes, [], complete=True)
+
+    file, subject = tmp_path / "r.json", {"model": "m", "kv_cache_dtype": "fp16"}
+    assert others(file, subject, 1) == []
+    file.write_text(json.dumps(subject | figures([run(0, good=True), run(1, good=False)])))
+    kept = others(file, subject, 1)
+    assert [each["plan"]["seed"] for each in kept] == [0]
+    found = figures([*kept, run(1, good=True)])
+    assert found["deterministic"]["streams"] == found["deterministic"]["identical"] == 2
+    assert found["deterministic"]["worker_kills"] == 4
+    assert found["as_it_should_be"]
+    assert not figures([*kept, run(1, good=False)])["as_it_should_be"]
+    with pytest.raises(ConfigError, match="is of kv_cache_dtype = 'fp16', not 'int8'"):
+        others(file, subject | {"kv_cache_dtype": "int8"}, 1)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"r\.json is no result of this bench"):
+        others(file, subject, 1)
 
 
 def test_a_move_is_a_resume_somewhere_else() -> None:
