@@ -237,7 +237,7 @@ def bench_soak(
     swaps_per_s: Annotated[
         float, typer.Option(min=0, help="Wait while there have been more; 0: never wait.")
     ] = 1.2,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 10.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Draws the requests and what becomes of them.")] = 0,
     output: Output = RESULTS,
 ) -> None:

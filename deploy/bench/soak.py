@@ -61,8 +61,8 @@ class Plan:
     """Requests at once and worker, at most."""
     swaps_per_s: float = 1.2
     """No burst begins while there have been more; 0: one burst after the other."""
-    every_s: float = 10.0
-    """Between two samples of all processes."""
+    every_s: float = 30.0
+    """Between two samples of all processes; the bench keeps them, a few KiB each."""
     seed: int = 0
 
     def __post_init__(self) -> None:
