@@ -59,6 +59,7 @@ ORDINARY_SHARE: Final = 8
 """A stream without the mode for so many with it."""
 WRITE_EVERY: Final = 50
 """Streams between two writes of the result."""
+RESTART_POLL_S: Final = 0.5
 SAMPLINGS: Final = (
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -361,10 +362,20 @@ class _Round:
         """Kill workers, spread over the streams; the one before has come back by then."""
         for reached in marks:
             await reached.wait()
-            names = sorted(name for name in self._cluster.actors if name.startswith("worker-"))
-            pids = [await asyncio.to_thread(self._cluster.pid, name) for name in names]
+            pids = await self._workers()
             os.kill(self._chance.choice(pids), signal.SIGKILL)
             self._mode.kills += 1
+
+    async def _workers(self) -> list[int]:
+        """The processes of all workers, once each has one that serves."""
+        from ray.exceptions import RayError  # how Ray starts is for the launcher
+
+        names = sorted(name for name in self._cluster.actors if name.startswith("worker-"))
+        while True:
+            try:
+                return [await asyncio.to_thread(self._cluster.pid, name) for name in names]
+            except RayError:
+                await asyncio.sleep(RESTART_POLL_S)
 
 
 def _nothing(_: Watched, __: Event) -> None:
