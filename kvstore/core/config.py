@@ -21,8 +21,8 @@ class StoreConfig:
 
     tickets_max: int = 4096
     """Tickets (reserved or committed) at once."""
-    sealed_max: int = 16384
-    """Tickets remembered as never to be committed; the oldest is forgotten first."""
+    sealed_max: int = 4096
+    """Tickets remembered as never to be committed, about 0.6 KB each; the oldest goes first."""
     writers_max: int = 4096
     """Workers whose latest departed life is remembered; the oldest is forgotten first."""
     reservation_ms: int = 30_000

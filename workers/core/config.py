@@ -67,8 +67,9 @@ class WorkerConfig:
     """Longest payload that is fetched ahead of its swap-in; 0: none is."""
     prefetch_keep_ms: int = 30_000
     """A payload fetched ahead that no order has named for so long is dropped."""
-    ended_max: int = 65_536
-    """Sequences whose last run here is remembered, so that a late order cannot bring it back."""
+    ended_max: int = 8192
+    """Sequences whose last run here is remembered, so that a late order cannot bring it back; about
+    0.4 KB each."""
 
     def __post_init__(self) -> None:
         def check(name: str, legal: bool, allowed: str) -> None:
