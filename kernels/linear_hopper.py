@@ -32,7 +32,8 @@ class HopperPlan:
 
     K is taken in steps of ``step`` columns of W; a CTA takes ``share`` steps, across tiles of W if
     so many, or a part of one tile's: then the last CTA of a tile adds the sums of all (which needs
-    a ``Workspace``). An SM has room for ``resident`` CTAs.
+    a ``Workspace``). With a ``cluster`` of CTAs these divide the steps of one tile, whatever
+    ``share`` says, and add up in their shared memory. An SM has room for ``resident`` CTAs.
     """
 
     columns: int
@@ -40,6 +41,7 @@ class HopperPlan:
     step: int
     resident: int
     share: int
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -52,12 +54,16 @@ class HopperPlan:
 
     def grid(self, n: int, k: int, m: int) -> tuple[int, int, int]:
         """CTAs for a weight ``[n, k]`` and ``m`` rows of x."""
+        if self.cluster > self.steps(k):
+            raise ValueError(f"plan divides {self.steps(k)} steps of K by {self.cluster} CTAs")
+        if self.cluster > 1:
+            return -(-n // self.rows) * self.cluster, -(-m // self.columns), 1
         units = -(-n // self.rows) * self.steps(k)
         return -(-units // self.share), -(-m // self.columns), 1
 
     def splits(self, k: int) -> bool:
         """Whether CTAs share tiles."""
-        return self.share % self.steps(k) != 0
+        return self.cluster == 1 and self.share % self.steps(k) != 0
 
     def floats(self, n: int, k: int, m: int) -> int:
         """Of a workspace: every CTA leaves its sums of two tiles at most."""
@@ -87,7 +93,10 @@ class HopperPlan:
 
 def hopper_spec(kind: Kind, plan: HopperPlan) -> KernelSpec:
     """The kernel of a plan; it compiles for ``sm_90a`` alone."""
-    cut = f"{plan.columns}, {plan.groups}, {plan.step}, {plan.stages(kind)}, {plan.resident}"
+    cut = (
+        f"{plan.columns}, {plan.groups}, {plan.step}, {plan.stages(kind)}, {plan.resident}, "
+        f"{plan.cluster}"
+    )
     return KernelSpec(
         "gemm_warpgroup.cu",
         f"linear_{_NAMES[kind]}{cut}>",
@@ -108,14 +117,15 @@ _EVEN: Final = 0.6
 if so many of the CTAs then have work."""
 
 
-def _cut(columns: int, groups: int, step: int, resident: int) -> HopperPlan:
-    return HopperPlan(columns, groups, step, resident, share=1)
+def _cut(columns: int, groups: int, step: int, resident: int, cluster: int = 1) -> HopperPlan:
+    return HopperPlan(columns, groups, step, resident, share=1, cluster=cluster)
 
 
 _MANY_CUTS: Final = ((32, _cut(32, 3, 128, 1)), (64, _cut(64, 3, 128, 1)))
 _MANY_WIDEST: Final = _cut(128, 3, 64, 1)
 _FEW_NARROW: Final = _cut(32, 1, 128, 2)
 _FEW_WIDE: Final = _cut(64, 2, 128, 1)
+_CLUSTERS: Final = ((32, _cut(32, 2, 128, 1, 4)), (64, _cut(64, 2, 128, 1, 4)))
 
 
 def hopper_plan(n: int, k: int, m: int, sm_count: int, *, split: bool = True) -> HopperPlan:
@@ -123,6 +133,10 @@ def hopper_plan(n: int, k: int, m: int, sm_count: int, *, split: bool = True) ->
 
     It does not depend on how the weight is stored: the order of sums is the same for all.
     """
+    for most, plan in _CLUSTERS:
+        ctas = -(-n // plan.rows) * plan.cluster
+        if m <= most and ctas <= sm_count and plan.cluster <= plan.steps(k):
+            return replace(plan, share=plan.steps(k))
     if n >= _MANY * sm_count:
         cut = next((plan for most, plan in _MANY_CUTS if m <= most), _MANY_WIDEST)
     else:
@@ -149,5 +163,6 @@ def hopper_specs() -> Iterator[KernelSpec]:
     """The kernels of all plans of ``hopper_plan``."""
     kinds: tuple[Kind, ...] = ("f16", "nested", "nested fp8")
     for kind in kinds:
-        for cut in (*(cut for _, cut in _MANY_CUTS), _MANY_WIDEST, _FEW_NARROW, _FEW_WIDE):
+        measured = (*(cut for _, cut in (*_MANY_CUTS, *_CLUSTERS)), _MANY_WIDEST)
+        for cut in (*measured, _FEW_NARROW, _FEW_WIDE):
             yield hopper_spec(kind, cut)

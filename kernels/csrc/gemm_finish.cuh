@@ -82,12 +82,13 @@ DEV void finish_tile(const Finish& f, const float* sums, const float* rstd, i32 
 
   if (f.epilogue == SWIGLU) {
     constexpr int QUADS = ROWS / 8, RUN = THREADS / QUADS;
-    static_assert(THREADS % QUADS == 0 && COLUMNS % RUN == 0, "whole runs");
+    static_assert(THREADS % QUADS == 0 && (COLUMNS % RUN == 0 || COLUMNS < RUN), "whole runs");
     const int quad = threadIdx.x % QUADS, row = 16 * (quad / 2) + 4 * (quad % 2), n = n0 + row;
     const float4 gate_bias = load_row(f.bias, n), up_bias = load_row(f.bias, n + 8);
 #pragma unroll 4
     for (int c = 0; c < COLUMNS; c += RUN) {
       const int column = c + threadIdx.x / QUADS, m = m0 + column;
+      if (column >= COLUMNS) break;
       const float scale = rstd[column];
       const float4 gate = four_of(column, row), up = four_of(column, row + 8);
       auto one = [&](float g, float gb, float u, float ub) {

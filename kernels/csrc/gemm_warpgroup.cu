@@ -15,14 +15,17 @@
 //   PLANES, BYTES     planes that it reads, bytes of a weight in each
 //   UNIT              what all sums are multiplied by at the end
 //   planes[]          of bytes, rows of K weights
+//   PAIRS             whether a lane has four neighbouring k of every 16, of which the first two are
+//                     its first in the product's order; X is turned to that order in shared memory
 //   lane_offset<STEP>(row, lane)    where in a plane's stage a lane reads, row: the first of its warp
-//   read<STEP, PLANE>(plane, offset, unit, raw)     what it reads of 16 k
-//   decode(raw, a)                  the A operand of that
+//   read<STEP, PLANE>(plane, offset, unit, raw)     what it reads of 32 k
+//   decode(raw, half, a)            the A operand of the first or the second 16 of them
 //   Rows              what a lane needs to know of its two rows of a tile
 //   rows(n, N)        of row n and n + 8
 //   Factors, factors(rows), shift(factors, a)   what fragments are multiplied by
 //   scale(rows, half)               what their sums are multiplied by
 //   extras(row, end), extra(row, x) as in gemm_shared.cuh
+#include "cluster.cuh"
 #include "gemm_finish.cuh"
 #include "nested.cuh"
 #include "pipeline.cuh"
@@ -62,9 +65,14 @@ struct Warpgroups {
 struct Steps {
   i32 begin, end, steps, share;  // `steps` in a tile
 
-  __device__ __forceinline__ Steps(i32 tiles, i32 steps, i32 share)
+  __device__ __forceinline__ Steps(i32 tiles, i32 steps, i32 share, i32 cluster)
       : begin(static_cast<i32>(blockIdx.x) * share), end(min(begin + share, tiles * steps)),
-        steps(steps), share(share) {}
+        steps(steps), share(share) {
+    if (cluster == 1) return;
+    const i32 tile = blockIdx.x / cluster, rank = blockIdx.x % cluster;
+    begin = tile * steps + steps * rank / cluster;
+    end = tile * steps + steps * (rank + 1) / cluster;
+  }
 
   __device__ __forceinline__ i32 first(i32 tile) const { return tile * steps / share; }
   __device__ __forceinline__ i32 last(i32 tile) const { return (tile * steps + steps - 1) / share; }
@@ -154,10 +162,70 @@ DEV void copy_inputs(const __half* x, const Steps& work, u8* shared, u64* full, 
   }
 }
 
+// The same where the policy has PAIRS: of every 16 k, 0 1 4 5 8 9 12 13 come before the others. Each
+// warp turns what it has copied, when that has come.
+template <class C, int COLUMNS, int STEP, int STAGES>
+DEV void copy_paired_inputs(const __half* x, const Steps& work, u8* shared, u64* full, u64* empty,
+                            int thread, i32 rows, i32 K) {
+  constexpr int CHUNKS = STEP / 8, PASS = COPIERS / CHUNKS, EACH = COLUMNS / PASS;
+  constexpr int AHEAD = STAGES - 1, BATCH = C::MOVED || EACH < 8 ? 2 : 4;
+  const int chunk = thread % CHUNKS, row = thread / CHUNKS, left = rows - row, odd = chunk % 2;
+  int slot = 0, ahead_slot = 0;
+  u32 parity = 1;
+  i32 ahead = work.begin, ahead_step = work.begin % work.steps;
+  auto request = [&](bool waits) {
+    if (ahead < work.end) {
+      if (waits) arrivals_wait(empty + ahead_slot, parity);
+      const int k = ahead_step * STEP + 8 * chunk;
+      const bool within = k < K;
+      const __half* from = within ? x + static_cast<i64>(row) * K + k : x;
+      copy_rows<COLUMNS, PASS, 128>(shared + ahead_slot * C::STAGE + chunk / 8 * C::X_TILE,
+                                    reinterpret_cast<const u8*>(from),
+                                    within ? static_cast<i64>(2 * PASS) * K : 0, row, chunk % 8,
+                                    left, within ? 16 : 0);
+      if (++ahead_slot == STAGES) ahead_slot = 0, parity ^= 1;
+      if (++ahead_step == work.steps) ahead_step = 0;
+      ++ahead;
+    }
+    cp_async_commit();
+  };
+  for (int i = 0; i < AHEAD; ++i) request(false);
+  for (i32 unit = work.begin; unit < work.end; ++unit) {
+    cp_async_wait<AHEAD - 1>();
+    __syncwarp();
+    u8* const tile = shared + slot * C::STAGE + chunk / 8 * C::X_TILE;
+    // Of two lanes with the chunks of a pair one turns the even rows, the other the odd ones.
+#pragma unroll 1
+    for (int first = 0; first < EACH / 2; first += BATCH) {
+      uint4 own[BATCH], other[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int at = row + (2 * (first + i) + odd) * PASS;
+        own[i] = *reinterpret_cast<const uint4*>(tile + turned<128>(at, chunk % 8));
+        other[i] = *reinterpret_cast<const uint4*>(tile + turned<128>(at, chunk % 8 ^ 1));
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int at = row + (2 * (first + i) + odd) * PASS;
+        const uint4 low = odd ? other[i] : own[i], high = odd ? own[i] : other[i];
+        const uint4 before = make_uint4(low.x, low.z, high.x, high.z);
+        const uint4 after = make_uint4(low.y, low.w, high.y, high.w);
+        *reinterpret_cast<uint4*>(tile + turned<128>(at, chunk % 8)) = odd ? after : before;
+        *reinterpret_cast<uint4*>(tile + turned<128>(at, chunk % 8 ^ 1)) = odd ? before : after;
+      }
+    }
+    arrive(full + slot);  // (the fence is of those who multiply: here it would wait for all copies)
+    if (++slot == STAGES) slot = 0;
+    request(true);
+  }
+}
+
 // `workspace` has a block of ROWS * COLUMNS floats for each place of a CTA that shares tiles,
 // `tickets` a zero for each tile (and is left so); both by blocks of COLUMNS rows of X.
-// Grid: x over shares of steps, y over blocks of COLUMNS rows of X.
-template <class F, int COLUMNS, int WGS, int STEP, int STAGES>
+// Grid: x over shares of steps, y over blocks of COLUMNS rows of X. With a CLUSTER of CTAs these
+// share a tile, without a workspace: each leaves its sums in its shared memory and adds up and
+// finishes those of its share of X's rows.
+template <class F, int COLUMNS, int WGS, int STEP, int STAGES, int CLUSTER>
 DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Finish& f, i32 M,
                         i32 N, i32 K, float* workspace, i32* tickets, i32 share, u8* shared) {
   using C = Warpgroups<F, COLUMNS, WGS, STEP, STAGES>;
@@ -168,7 +236,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
   u64* const empty = full + STAGES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const i32 tiles = (N + ROWS - 1) / ROWS, m0 = static_cast<i32>(blockIdx.y) * COLUMNS;
-  const Steps work(tiles, (K + STEP - 1) / STEP, share);
+  const Steps work(tiles, (K + STEP - 1) / STEP, share, CLUSTER);
 
   launch_dependents();
   if (threadIdx.x < STAGES) {
@@ -183,8 +251,13 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
       copy_weights<C, F, STEP, STAGES>(weights, work, shared, full, empty, thread, N, K);
     } else {
       wait_for_inputs();
-      copy_inputs<C, COLUMNS, STEP, STAGES>(x + static_cast<i64>(m0) * K, work, shared, full, empty,
-                                            thread - COPIERS, M - m0, K);
+      const __half* const rows = x + static_cast<i64>(m0) * K;
+      if (F::PAIRS)
+        copy_paired_inputs<C, COLUMNS, STEP, STAGES>(rows, work, shared, full, empty,
+                                                     thread - COPIERS, M - m0, K);
+      else
+        copy_inputs<C, COLUMNS, STEP, STAGES>(rows, work, shared, full, empty, thread - COPIERS,
+                                              M - m0, K);
     }
     cp_async_wait<0>();
     return;
@@ -211,9 +284,9 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
     for (; unit < stop; ++unit) {
       const u8* const stage = shared + slot * C::STAGE;
       arrivals_wait(full + slot, parity);
-      typename F::Raw raw[STEP / 16];
+      typename F::Raw raw[STEP / 32];
 #pragma unroll
-      for (int i = 0; i < STEP / 16; ++i)
+      for (int i = 0; i < STEP / 32; ++i)
         F::template read<STEP, C::PLANE>(stage + C::X_BYTES, offset, i, raw[i]);
       fence_shared_for_wgmma();
       const u64 b = wgmma_tile(stage, 16, 1024);
@@ -223,7 +296,7 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
         u32 a[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          F::decode(raw[4 * batch + i], a[i]);
+          F::decode(raw[2 * batch + i / 2], i % 2, a[i]);
           F::shift(factors, a[i]);
         }
         wgmma_fence();
@@ -235,6 +308,51 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
       wgmma_wait<0>(acc);
       if (lane == 0) arrive(empty + slot);
       if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+
+    if constexpr (CLUSTER > 1) {
+      constexpr int SLICE = COLUMNS / CLUSTER, QUADS = ROWS / 4;
+      static_assert(COLUMNS * PITCH * 4 <= C::SUMS, "the ring has room for all sums");
+      const int own = blockIdx.x % CLUSTER * SLICE, m = m0 + own;
+      const float scales[2] = {F::UNIT * F::scale(rows, 0), F::UNIT * F::scale(rows, 1)};
+      float* const parts = reinterpret_cast<float*>(shared);
+      named_sync(EVERYONE, MULTIPLIERS);  // nobody reads the ring any more
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 8; ++i)
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+          parts[(8 * i + 2 * t + v % 2) * PITCH + 16 * warp + g + 8 * (v / 2)] =
+              acc[4 * i + v] * scales[v / 2];
+      cluster_arrive<CLUSTER>();
+      cluster_wait();
+      for (int e = threadIdx.x; e < SLICE * QUADS; e += MULTIPLIERS) {
+        const int at = (own + e / QUADS) * PITCH + e % QUADS * 4;
+        float4 part[CLUSTER];
+#pragma unroll
+        for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = cluster_load(parts + at, rank);
+#pragma unroll
+        for (int rank = 1; rank < CLUSTER; ++rank) {
+          part[0].x += part[rank].x, part[0].y += part[rank].y;
+          part[0].z += part[rank].z, part[0].w += part[rank].w;
+        }
+        *reinterpret_cast<float4*>(sums + e / QUADS * PITCH + e % QUADS * 4) = part[0];
+      }
+      cluster_arrive<CLUSTER>();
+      named_sync(EVERYONE, MULTIPLIERS);
+      if (m < M) {
+        if (weights.extras(n0, min(n0 + ROWS, N))) {
+          for (int e = threadIdx.x; e < ROWS * SLICE; e += MULTIPLIERS) {
+            const int row = e / SLICE, column = e % SLICE;
+            if (n0 + row < N && m + column < M)
+              sums[column * PITCH + row] +=
+                  weights.extra(n0 + row, x + static_cast<i64>(m + column) * K);
+          }
+          named_sync(EVERYONE, MULTIPLIERS);
+        }
+        finish_tile<ROWS, SLICE, MULTIPLIERS>(f, sums, rstd + own, m, n0, M, N);
+      }
+      cluster_wait();  // others may still read this CTA's sums
+      return;
     }
 
     const i32 first = work.first(tile), last = work.last(tile);
@@ -316,11 +434,12 @@ DEV void warpgroup_gemm(const F& weights, const __half* __restrict__ x, const Fi
 
 struct WarpgroupF16 {
   static constexpr int PLANES = 1, BYTES = 2;
+  static constexpr bool PAIRS = false;
   static constexpr float UNIT = 1.f;
   struct Rows {};
   struct Factors {};
   struct Raw {
-    u32 a[4];
+    u32 a[2][4];
   };
   const u8* planes[1];
 
@@ -331,12 +450,14 @@ struct WarpgroupF16 {
 
   template <int STEP, int PLANE>
   __device__ __forceinline__ static void read(const u8* plane, u32 offset, int unit, Raw& raw) {
-    ldmatrix_x4(raw.a, plane + (offset ^ (unit % 4 * 32)) + unit / 4 * 128);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      ldmatrix_x4(raw.a[half], plane + (offset ^ ((2 * unit + half) % 4 * 32)) + unit / 2 * 128);
   }
 
-  __device__ __forceinline__ static void decode(const Raw& raw, u32 (&a)[4]) {
+  __device__ __forceinline__ static void decode(const Raw& raw, int half, u32 (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = raw.a[i];
+    for (int i = 0; i < 4; ++i) a[i] = raw.a[half][i];
   }
 
   __device__ __forceinline__ static Rows rows(i32, i32) { return {}; }
@@ -347,11 +468,15 @@ struct WarpgroupF16 {
   __device__ __forceinline__ static float extra(i32, const __half*) { return 0.f; }
 };
 
+// PAIRED: a lane reads four neighbouring weights of a row at once, otherwise two and two. Either way a
+// product has the same 16 k, whose order does not matter to it.
+//
 // FP16 mode undoes a row's shift in the halves, where it is exact, not in the sum: a stored weight
 // may be subnormal though the weight is not, and tensor cores cut products of such off earlier.
-template <int FP8>
+template <int FP8, bool PAIRED>
 struct WarpgroupNested : NestedRows {
   static constexpr int PLANES = FP8 ? 1 : 2, BYTES = 1;
+  static constexpr bool PAIRS = PAIRED;
   static constexpr float UNIT = FP8 ? UPPER_UNIT : 1.f;
   struct Rows {
     i32 shifts[2];
@@ -360,16 +485,17 @@ struct WarpgroupNested : NestedRows {
     u32 pairs[2];
   };
   struct Raw {
-    u32 four[PLANES][2];
+    u32 four[PLANES][4];  // of rows g and g + 8 in the first 16 k, then in the others
   };
   const u8* planes[2];
 
-  // Its two weights of the first eight k of a chunk; those of the other eight are 8 bytes further.
   template <int STEP>
   __device__ __forceinline__ static u32 lane_offset(int row, int lane) {
-    return turned<STEP>(row + lane / 4, 0) + 2 * (lane % 4);
+    if (!PAIRED) return turned<STEP>(row + lane / 4, 0) + 2 * (lane % 4);
+    return turned<STEP>(row + lane % 8 + 8 * (lane / 8 % 2), lane / 16);
   }
 
+  // Two weights of the first eight k of a chunk, and those of the other eight, 8 bytes further.
   __device__ __forceinline__ static u32 four(const u8* from) {
     return *reinterpret_cast<const u16*>(from) |
            static_cast<u32>(*reinterpret_cast<const u16*>(from + 8)) << 16;
@@ -377,21 +503,28 @@ struct WarpgroupNested : NestedRows {
 
   template <int STEP, int PLANE>
   __device__ __forceinline__ static void read(const u8* plane, u32 offset, int unit, Raw& raw) {
-    const u8* const from = plane + (offset ^ (unit * 16));
+    if (!PAIRED) {
+#pragma unroll
+      for (int i = 0; i < PLANES; ++i)
+#pragma unroll
+        for (int at = 0; at < 4; ++at)
+          raw.four[i][at] = four(plane + (offset ^ ((2 * unit + at / 2) * 16)) +
+                                 8 * (at % 2) * STEP + i * PLANE);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < PLANES; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        raw.four[i][half] = four(from + 8 * half * STEP + i * PLANE);
+      ldmatrix_x4(raw.four[i], plane + i * PLANE + (offset ^ (unit * 32)));
   }
 
-  __device__ __forceinline__ static void decode(const Raw& raw, u32 (&a)[4]) {
+  __device__ __forceinline__ static void decode(const Raw& raw, int half, u32 (&a)[4]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int row = 0; row < 2; ++row)
       if constexpr (FP8)
-        decode_upper_scaled(raw.four[0][half], a[half], a[2 + half]);
+        decode_upper_scaled(raw.four[0][2 * half + row], a[row], a[2 + row]);
       else
-        decode_nested(raw.four[0][half], raw.four[PLANES - 1][half], a[half], a[2 + half]);
+        decode_nested(raw.four[0][2 * half + row], raw.four[PLANES - 1][2 * half + row], a[row],
+                      a[2 + row]);
   }
 
   __device__ __forceinline__ Rows rows(i32 n, i32 N) const {
@@ -426,8 +559,8 @@ struct WarpgroupNested : NestedRows {
   }
 };
 
-template <int COLUMNS, int WGS, int STEP, int STAGES, int RESIDENT>
-__global__ void __launch_bounds__(128 * WGS + 128, RESIDENT)
+template <int COLUMNS, int WGS, int STEP, int STAGES, int RESIDENT, int CLUSTER>
+__global__ void __launch_bounds__(128 * WGS + 128, RESIDENT) __cluster_dims__(CLUSTER, 1, 1)
 linear_f16_warpgroup(const __half* __restrict__ weight, const __half* __restrict__ x, i32 M, i32 N,
                      i32 K, i32 epilogue, void* __restrict__ out, const float* __restrict__ bias,
                      const float* __restrict__ sumsq, i32 partials, float eps,
@@ -436,12 +569,12 @@ linear_f16_warpgroup(const __half* __restrict__ weight, const __half* __restrict
   extern __shared__ __align__(1024) u8 shared[];
   const WarpgroupF16 weights{{reinterpret_cast<const u8*>(weight)}};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  warpgroup_gemm<WarpgroupF16, COLUMNS, WGS, STEP, STAGES>(weights, x, finish, M, N, K, workspace,
+  warpgroup_gemm<WarpgroupF16, COLUMNS, WGS, STEP, STAGES, CLUSTER>(weights, x, finish, M, N, K, workspace,
                                                            tickets, share, shared);
 }
 
-template <int FP8, int COLUMNS, int WGS, int STEP, int STAGES, int RESIDENT>
-__global__ void __launch_bounds__(128 * WGS + 128, RESIDENT)
+template <int FP8, int COLUMNS, int WGS, int STEP, int STAGES, int RESIDENT, int CLUSTER>
+__global__ void __launch_bounds__(128 * WGS + 128, RESIDENT) __cluster_dims__(CLUSTER, 1, 1)
 linear_nested_warpgroup(const u8* __restrict__ upper, const u8* __restrict__ lower,
                         const signed char* __restrict__ shift,
                         const i32* __restrict__ outlier_starts,
@@ -453,9 +586,11 @@ linear_nested_warpgroup(const u8* __restrict__ upper, const u8* __restrict__ low
                         const __half* __restrict__ gamma, float* __restrict__ sumsq_out,
                         float* workspace, i32* tickets, i32 share) {
   extern __shared__ __align__(1024) u8 shared[];
-  const WarpgroupNested<FP8> weights{{shift, outlier_starts, outlier_columns, outlier_values},
-                                     {upper, lower}};
+  // Turning X pays where there is little of it and much to decode.
+  using Policy = WarpgroupNested<FP8, (!FP8 && COLUMNS <= 32)>;
+  const Policy weights{{shift, outlier_starts, outlier_columns, outlier_values},
+                       {upper, lower}};
   const Finish finish{epilogue, out, bias, sumsq, partials, eps, residual, gamma, sumsq_out};
-  warpgroup_gemm<WarpgroupNested<FP8>, COLUMNS, WGS, STEP, STAGES>(
+  warpgroup_gemm<Policy, COLUMNS, WGS, STEP, STAGES, CLUSTER>(
       weights, x, finish, M, N, K, workspace, tickets, share, shared);
 }

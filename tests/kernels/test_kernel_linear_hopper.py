@@ -28,6 +28,8 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 NARROW = HopperPlan(columns=32, groups=1, step=64, resident=2, share=2)
 WIDE = HopperPlan(columns=64, groups=2, step=128, resident=1, share=4)
+FOURS = HopperPlan(columns=32, groups=1, step=64, resident=2, share=1, cluster=4)
+PAIRS = HopperPlan(columns=64, groups=2, step=128, resident=1, share=1, cluster=2)
 
 
 @pytest.fixture(
@@ -40,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if device == "cuda" and not is_hopper(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("the card does not have these products")
     kinds: tuple[Kind, ...] = ("f16", "nested", "nested fp8")
-    specs = [hopper_spec(kind, plan) for kind in kinds for plan in (NARROW, WIDE)]
+    specs = [hopper_spec(kind, plan) for kind in kinds for plan in (NARROW, WIDE, FOURS, PAIRS)]
     with emulator(specs) if device == "cpu" else nullcontext():
         yield device
 
@@ -63,6 +65,8 @@ def sharing(plan: HopperPlan, share: int) -> HopperPlan:
         (200, 352, 33, WIDE),  # a CTA has the end of a tile and the beginning of the next
         (272, 224, 64, WIDE),  # a CTA has two tiles and shares neither
         (40, 2080, 17, sharing(WIDE, 3)),  # more CTAs of a tile than are added at once
+        (72, 352, 40, FOURS),  # CTAs of a cluster have one step or two; most have no row to finish
+        (136, 672, 33, PAIRS),  # K ends inside a step
     ],
 )
 def test_nested_linears_equal_the_reference(
@@ -73,7 +77,9 @@ def test_nested_linears_equal_the_reference(
     holds(linear_cases.check_epilogues(weight, m, fp8=fp8, plan=plan))
 
 
-@pytest.mark.parametrize(("columns", "m", "plan"), [(352, 21, NARROW), (352, 41, WIDE)])
+@pytest.mark.parametrize(
+    ("columns", "m", "plan"), [(352, 21, NARROW), (352, 41, WIDE), (352, 21, FOURS)]
+)
 def test_fp16_mode_has_the_bits_of_plain_weights(
     columns: int, m: int, plan: HopperPlan, device: str
 ) -> None:
@@ -95,6 +101,13 @@ def test_a_shared_tile_needs_room_for_its_sums() -> None:
     small = linear.Workspace(torch.zeros(64), torch.zeros(64, dtype=torch.int32))
     with pytest.raises(ValueError, match="plan needs 20480 and 2"):
         linear.linear_norm(out, x, weight, plan=NARROW, workspace=small)
+
+
+def test_a_cluster_needs_a_step_for_each_of_its_ctas() -> None:
+    weight = linear_cases.f16_weight(80, 160, bias=False, device="cpu")
+    x, out = torch.zeros(20, 160).half(), torch.zeros(20, 80).half()
+    with pytest.raises(ValueError, match="divides 3 steps of K by 4 CTAs"):
+        linear.linear_norm(out, x, weight, plan=FOURS)
 
 
 def test_plans_are_among_the_specs_and_fit_the_workspace() -> None:

@@ -162,6 +162,27 @@ __global__ void copy(int* to, const int* from, int n, i64 shift, float scale) {
 __global__ void vectors(uint4* to, const u8* from) { to[threadIdx.x] = ldg_stream(from + 1); }
 """
 
+CLUSTERS = r"""
+// Every CTA shows the others a number, twice; some of its threads have ended by then.
+__global__ void __cluster_dims__(4, 1, 1) clustered(float* out, int arrives) {
+  extern __shared__ __align__(16) float own[];
+  const int rank = blockIdx.x % 4, lane = threadIdx.x % 32;
+  if (threadIdx.x >= 32) return;
+  for (int round = 0; round < 2; ++round) {
+    for (int i = lane; i < 128; i += 32) own[i] = 1000 * round + 128 * rank + i;
+    if (rank < arrives) cluster_arrive<4>();
+    cluster_wait();
+    float sum = 0;
+    for (int other = 0; other < 4; ++other) {
+      const float4 four = cluster_load(own + 4 * lane, other);
+      sum += four.x + 2 * four.y + 3 * four.z + 4 * four.w;
+    }
+    out[(blockIdx.x * 2 + round) * 32 + lane] = sum;
+    cluster_arrive<4>();
+    cluster_wait();
+  }
+}
+"""
 
 NAMES = re.findall(r"__global__ void (\w+)", TEXT.replace("void staged", ""))
 NAMES += ["staged<0>", "staged<1>"]
@@ -301,6 +322,20 @@ def test_warps_of_different_roles_meet_at_their_barriers() -> None:
     assert torch.equal(out, (torch.arange(7) ** 2).int()[:, None].expand(7, 32))
     with pytest.raises(EmulationError, match=r"stuck.*thread 0 waits for arrivals_wait"):
         run("roles", 64, out, np.int32(7), np.int32(4))
+
+
+def test_blocks_of_a_cluster_read_each_others_shared_memory() -> None:
+    made = EmulatedKernels("clusters.cu", source.inlined("cluster.cuh") + CLUSTERS, ["clustered"])
+    out = torch.zeros(8, 2, 32)
+    made.run("clustered", (8, 1, 1), 64, (out, np.int32(4)), shared_bytes=512)
+    at = torch.arange(4.0)[:, None, None] * 128 + torch.arange(128.0).view(32, 4)
+    for turn in range(2):
+        sums = ((at + 1000 * turn) * torch.arange(1.0, 5)).sum((0, 2))
+        assert torch.equal(out[:, turn], sums.expand(8, 32))
+    with pytest.raises(EmulationError, match=r"block \(3,0,0\).*has not arrived"):
+        made.run("clustered", (4, 1, 1), 64, (out, np.int32(3)), shared_bytes=512)
+    with pytest.raises(EmulationError, match="the grid ends within one"):
+        made.run("clustered", (6, 1, 1), 64, (out, np.int32(4)), shared_bytes=512)
 
 
 FAULTS: list[tuple[str, Sequence[Argument], str]] = [

@@ -8,6 +8,7 @@
 // ends the launch with a message that names the thread.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <csignal>
 #include <cstdint>
@@ -30,6 +31,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__ static thread_local  // not for threads: it keeps a file's variables together
 #define __constant__ static const
 #define __align__(n) __attribute__((aligned(n)))
@@ -64,6 +66,7 @@ namespace simt {
 constexpr int THREADS_MAX = 1024;
 constexpr size_t STACK_BYTES = 256 * 1024;
 constexpr size_t SHARED_MAX = 232 * 1024;
+constexpr int CLUSTER_MAX = 8;
 
 struct Copy {
   void* to;
@@ -87,6 +90,7 @@ struct Thread {
   Apply apply = nullptr;
   void* frame = nullptr;
   const void* parked_on = nullptr;
+  long cluster_waits = 0;
   int group = 0;
   std::vector<Copy> copies;
 };
@@ -100,6 +104,10 @@ inline const char* barrier_kind;
 inline int barrier_value;
 inline int barrier_result;
 inline int named_arrived[16], named_threads[16];
+// Of the block's cluster: which of its blocks this is, how many there are (0: it has none so far),
+// how many threads have arrived at its barrier, and how many times all have.
+inline int member, cluster_size, cluster_arrived;
+inline long cluster_phase;
 inline uint3 block_index;
 inline dim3 block_dim, grid_dim;
 inline void* scheduler_stack;
@@ -172,9 +180,10 @@ inline void start(Thread& thread, int id) {
   thread.done = thread.blocked = false;
   thread.waits_for = nullptr;
   thread.parked_on = nullptr;
+  thread.cluster_waits = 0;
   thread.group = 0;
   thread.copies.clear();
-  void** top = reinterpret_cast<void**>(stacks + (id + 1) * STACK_BYTES);
+  void** top = reinterpret_cast<void**>(stacks + (member * THREADS_MAX + id + 1) * STACK_BYTES);
   *--top = nullptr;                             // keeps the stack 16-byte aligned after `ret`
   *--top = reinterpret_cast<void*>(&entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
@@ -296,15 +305,60 @@ inline Span static_shared() {
   return found;
 }
 
-inline void run_block() {
-  const int warps = (thread_count + 31) / 32;
-  const bool descending = (block_index.x + block_index.y + block_index.z) & 1;
+// Blocks of a cluster run by turns, each until all its threads wait for the others' or have returned.
+// What a thread must not find changed by others meanwhile is kept here.
+struct Suspended {
+  std::vector<Thread> threads;
+  std::vector<char> statics;
+  int finished;
+  uint3 index;
+};
+inline Suspended suspended[CLUSTER_MAX];
+inline char* cluster_shared[CLUSTER_MAX];  // dynamic shared memory of each
+
+inline void cluster_arrive(int size) {
+  if (size > CLUSTER_MAX || (cluster_size && cluster_size != size))
+    fail("cluster: a size that is none, or threads disagree about it");
+  if (current->cluster_waits) fail("cluster_arrive: the thread has not waited since it last arrived");
+  cluster_size = size;
+  current->cluster_waits = cluster_phase + 1;
+  ++cluster_arrived;
+}
+
+inline void cluster_wait() {
+  if (!current->cluster_waits) fail("cluster_wait: the thread has not arrived");
+  if (current->cluster_waits > cluster_phase) park("the cluster's barrier", &cluster_phase);
+  current->cluster_waits = 0;
+}
+
+inline const char* in_cluster(const void* own, int rank) {
+  const char* at = static_cast<const char*>(own);
+  if (rank < 0 || rank >= cluster_size || at < shared_memory || at >= shared_memory + shared_bytes)
+    fail("cluster: an address or a block that is none");
+  return cluster_shared[rank] + (at - shared_memory);
+}
+
+// Whether every thread of the block waits for its cluster, or has returned.
+inline bool waits_for_cluster() {
+  if (!cluster_size) return false;
+  for (int i = 0; i < thread_count; ++i)
+    if (!threads[i].done && threads[i].parked_on != &cluster_phase) return false;
+  return true;
+}
+
+inline void begin_block() {
   finished = at_barrier = 0;
   memset(named_arrived, 0, sizeof named_arrived);
   // Whoever reads shared memory that was not written gets NaN or a wild index.
   memset(shared_memory, 0xFF, shared_bytes);
   memset(statics.begin, 0xFF, statics.bytes);
   for (int i = 0; i < thread_count; ++i) start(threads[i], i);
+}
+
+// Until all threads have returned, or wait for the blocks of their cluster.
+inline void run_block() {
+  const int warps = (thread_count + 31) / 32;
+  const bool descending = (block_index.x + block_index.y + block_index.z) & 1;
   while (finished < thread_count) {
     bool progress = false;
     for (int w = 0; w < warps; ++w) {
@@ -330,6 +384,7 @@ inline void run_block() {
         if (!threads[i].done) threads[i].blocked = false;
       progress = true;
     }
+    if (!progress && waits_for_cluster()) return;
     if (!progress) {
       std::string stuck;
       int shown = 0;
@@ -349,6 +404,55 @@ inline void run_block() {
       return;
     }
   }
+}
+
+inline void suspend() {
+  Suspended& kept = suspended[member];
+  kept.threads.assign(threads, threads + thread_count);
+  const char* from = static_cast<const char*>(statics.begin);
+  kept.statics.assign(from, from + statics.bytes);
+  kept.finished = finished;
+  kept.index = block_index;
+}
+
+inline void resume(int which) {
+  const Suspended& kept = suspended[member = which];
+  std::copy(kept.threads.begin(), kept.threads.end(), threads);
+  memcpy(statics.begin, kept.statics.data(), statics.bytes);
+  finished = kept.finished;
+  block_index = kept.index;
+  shared_memory = cluster_shared[which];
+}
+
+// The block is one of a cluster: it is the last of them, or the next ones come first.
+inline void run_cluster() {
+  suspend();
+  if (++member < cluster_size) {
+    shared_memory = cluster_shared[member];
+    return;
+  }
+  for (bool ended = false; !ended && failure.empty();) {
+    ended = true;
+    int living = 0;
+    for (int i = 0; i < cluster_size; ++i) living += thread_count - suspended[i].finished;
+    if (cluster_arrived < living) {
+      resume(0);
+      current = &threads[0];
+      failure = "cluster: some of its threads wait, others never arrive";
+      return;
+    }
+    cluster_arrived = 0;
+    ++cluster_phase;
+    for (int i = 0; i < cluster_size && failure.empty(); ++i) {
+      resume(i);
+      wake(&cluster_phase);
+      run_block();
+      ended &= finished == thread_count;
+      suspend();
+    }
+  }
+  cluster_size = cluster_arrived = member = 0;
+  shared_memory = cluster_shared[0];
 }
 
 // ---------------------------------------------------------------- faults
@@ -404,17 +508,24 @@ struct FaultHandlers {
 
 inline void run_grid(void (*kernel)(), const unsigned* grid, unsigned block, size_t dynamic) {
   if (!stacks) {
-    stacks = static_cast<char*>(mmap(nullptr, THREADS_MAX * STACK_BYTES, PROT_READ | PROT_WRITE,
+    stacks = static_cast<char*>(mmap(nullptr, CLUSTER_MAX * THREADS_MAX * STACK_BYTES,
+                                     PROT_READ | PROT_WRITE,
                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     // Dynamic shared memory ends at an unmapped page.
-    char* all = static_cast<char*>(mmap(nullptr, SHARED_MAX + 4096, PROT_NONE,
-                                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    mprotect(all, SHARED_MAX, PROT_READ | PROT_WRITE);
-    shared_memory = all;
+    for (char*& shared : cluster_shared) {
+      shared = static_cast<char*>(mmap(nullptr, SHARED_MAX + 4096, PROT_NONE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+      mprotect(shared, SHARED_MAX, PROT_READ | PROT_WRITE);
+      shared += SHARED_MAX;
+    }
   }
-  static char* const shared_end = shared_memory + SHARED_MAX;
+  static char* const* const ends = new char*[CLUSTER_MAX]{
+      cluster_shared[0], cluster_shared[1], cluster_shared[2], cluster_shared[3],
+      cluster_shared[4], cluster_shared[5], cluster_shared[6], cluster_shared[7]};
   shared_bytes = (dynamic + 15) / 16 * 16;
-  shared_memory = shared_end - shared_bytes;
+  for (int i = 0; i < CLUSTER_MAX; ++i) cluster_shared[i] = ends[i] - shared_bytes;
+  shared_memory = cluster_shared[0];
+  member = cluster_size = cluster_arrived = 0;
   statics = static_shared();
   body = kernel;
   grid_dim = {grid[0], grid[1], grid[2]};
@@ -428,8 +539,11 @@ inline void run_grid(void (*kernel)(), const unsigned* grid, unsigned block, siz
     for (unsigned y = 0; y < grid[1] && failure.empty(); ++y)
       for (unsigned x = 0; x < grid[0] && failure.empty(); ++x) {
         block_index = {x, y, z};
+        begin_block();
         run_block();
+        if (cluster_size && failure.empty()) run_cluster();
       }
+  if (member && failure.empty()) failure = "cluster: the grid ends within one";
   _mm_setcsr(control);
 }
 
