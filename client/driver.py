@@ -215,8 +215,8 @@ class Driver:
         if fail.failure is Failure.DEADLINE:
             return DeadlineExceeded(fail.detail, self._so_far(fail.detail))
         if fail.failure is Failure.FAILED and self._finished:
-            detail = next(c.message for c in self._finished.values() if c.finish_reason == "error")
-            fail = fail._replace(detail=detail or fail.detail)
+            said = (c.message for c in self._finished.values() if c.finish_reason == "error")
+            fail = fail._replace(detail=next(said, "") or fail.detail)
         return wire.error_of(fail, self.request_id, self._call_error)
 
     def _finish(self, error: DeepInferError | None) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from deepinfer.deploy.fuzz import (
     checkpoints,
+    client_calls,
     controller_calls,
     gateway_calls,
     messages,
@@ -15,7 +16,9 @@ from deepinfer.deploy.fuzz import (
 )
 from deepinfer.deploy.fuzz.target import Target
 
-_MODULES: Final = (messages, checkpoints, texts, gateway_calls, store_calls, controller_calls)
+_MODULES: Final = (
+    messages, checkpoints, texts, client_calls, gateway_calls, store_calls, controller_calls,
+)  # fmt: skip
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target for module in _MODULES for target in module.TARGETS
 }

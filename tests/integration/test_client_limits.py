@@ -15,6 +15,7 @@ from deepinfer.client import (
     AsyncClient,
     DeadlineExceeded,
     Delta,
+    RequestFailed,
     ResourceExhausted,
     Unauthenticated,
     Unavailable,
@@ -152,6 +153,27 @@ def test_an_unknown_request_is_nobodys_unless_one_has_its_key(live: Live) -> Non
             assert ids == world.worker.answer[5:128]
 
     live(test)
+
+
+class HalfDone(inference_pb2_grpc.InferenceServicer):
+    """Ends one choice of two well, and then says what no client knows."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateResponse(accepted={"request_id": "r", "resume_key": "k"})
+        yield inference_pb2.GenerateResponse(chunk={"token_ids": [70], "text": "F"})
+        yield inference_pb2.GenerateResponse(
+            complete={"finish_reason": "stop", "completion_tokens": 1}
+        )
+        yield inference_pb2.GenerateResponse()
+
+
+def test_a_request_that_fails_after_one_choice_has_ended_says_so() -> None:
+    async def test() -> None:
+        async with served(HalfDone()) as address, AsyncClient(address, token=TOKEN) as client:
+            with pytest.raises(RequestFailed, match="response = None: this client does not know"):
+                await asyncio.wait_for(client.generate("x", n=2), 10)
+
+    alone(test)
 
 
 class Silent(inference_pb2_grpc.InferenceServicer):
