@@ -40,7 +40,9 @@ def texts(repo_root: Path) -> dict[str, str]:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=repo_root, check=True, capture_output=True, text=True
     ).stdout
-    files = {path: repo_root / path for path in listed.split("\0") if path}
+    # The corpus is input that broke something, byte for byte.
+    listed_paths = [path for path in listed.split("\0") if not path.startswith("tests/corpus/")]
+    files = {path: repo_root / path for path in listed_paths if path}
     contents = {path: file.read_bytes() for path, file in files.items() if file.is_file()}
     return {path: data.decode("utf-8") for path, data in contents.items() if b"\0" not in data}
 
