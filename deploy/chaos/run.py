@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from deepinfer.deploy.bench.results import write_result
 from deepinfer.deploy.chaos.campaign import Campaign, Runner
 from deepinfer.deploy.chaos.journal import Journal
 from deepinfer.deploy.chaos.report import draw, summary, table, typical, verdict
+from deepinfer.deploy.chaos.rows import Trial
 from deepinfer.deploy.config import ConfigError
 from deepinfer.deploy.models import check_model, resolve_model
 
@@ -48,9 +49,7 @@ def run_chaos(campaign: Campaign, output: Path, console: Console) -> bool:
             vocabulary=check_model(model).vocab_size,
             faults=output.with_suffix(".logs"),
             say=say,
-            save=lambda runner: write_result(
-                output, campaign.command(output), _figures(campaign, journal, runner)
-            ),
+            save=lambda runner: write_result(output, campaign.command(output), figures_of(runner)),
         )
         runner.run()
     if not journal.trials:
@@ -68,7 +67,9 @@ def run_chaos(campaign: Campaign, output: Path, console: Console) -> bool:
     return not journal.left(campaign.kills) and all(trial.right for trial in journal.trials)
 
 
-def _figures(campaign: Campaign, journal: Journal, runner: Runner) -> dict[str, Any]:
+def figures_of(runner: Runner) -> dict[str, Any]:
+    """What a campaign has found so far, plain values."""
+    campaign, journal = runner.campaign, runner.journal
     shown = typical(journal.counted)
     return (
         {"campaign": campaign.header() | {"kills": campaign.kills, "jobs": campaign.jobs}}
@@ -77,10 +78,22 @@ def _figures(campaign: Campaign, journal: Journal, runner: Runner) -> dict[str, 
             "starts_s": runner.starts_s,
             "broken": runner.broken,
             "unreached": runner.unreached,
-            "typical": None if shown is None else asdict(shown),
-            "rows": [
-                {name: value for name, value in asdict(trial).items() if name != "timeline"}
-                for trial in journal.trials
-            ],
+            "typical": None if shown is None else _row(shown),
+            "rows": [_row(replace(trial, timeline=())) for trial in journal.trials],
         }
     )
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    """A trial without what all have in common, and without what it has not; 0.1 ms are enough."""
+    common = ("target", "path")
+    found = {n: _short(v) for n, v in asdict(trial).items() if n not in common}
+    return {n: v for n, v in found.items() if v not in (None, 0, 0.0, "", False) and v != {}}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items() if each}
+    return [_short(each) for each in value] or None if isinstance(value, list | tuple) else value

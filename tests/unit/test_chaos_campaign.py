@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from deepinfer.deploy.chaos.campaign import Campaign, tight_blocks
+from deepinfer.deploy.chaos.campaign import Campaign, Runner, tight_blocks
 from deepinfer.deploy.chaos.history import Faults
 from deepinfer.deploy.chaos.journal import Journal
 from deepinfer.deploy.chaos.load import questions
@@ -20,6 +22,7 @@ from deepinfer.deploy.chaos.nodes import descendants
 from deepinfer.deploy.chaos.points import KINDS, TARGETS, points_of
 from deepinfer.deploy.chaos.report import summary, typical, verdict
 from deepinfer.deploy.chaos.rows import Others, Trial
+from deepinfer.deploy.chaos.run import figures_of, run_chaos
 from deepinfer.deploy.chaos.site import Site, is_back, is_gone, lives_of
 from deepinfer.deploy.cluster import Cluster
 from deepinfer.deploy.config import ClusterConfig, ConfigError
@@ -163,6 +166,36 @@ def test_figures_count_every_fault_and_only_trials_that_parked() -> None:
     assert found["wrong_trials"] == [9, 4]
     assert found["bound_95"] is None
     assert summary([replace(TRIAL, number=n) for n in range(300)], 0)["bound_95"] == 0.01
+
+
+def test_a_finished_campaign_is_only_drawn(tmp_path: Path) -> None:
+    output = tmp_path / "chaos.json"
+    campaign = Campaign(target="worker", kills=1, model="m")
+    journal = Journal.open(output.with_suffix(".trials.jsonl"), campaign.header())
+    journal.add(replace(TRIAL, number=0))
+    said = io.StringIO()
+    output.write_text("measured elsewhere")
+    assert run_chaos(campaign, output, Console(file=said, width=120))
+    assert output.read_text() == "measured elsewhere"
+    assert output.with_suffix(".png").exists()
+    assert "1 trials (0 void), 5 streams, 160 tokens: 0 lost" in said.getvalue()
+    journal.add(replace(TRIAL, number=1, counted=False, faults=Faults(lost=1)))
+    assert not run_chaos(campaign, output, Console(file=said, width=120)), "a token was lost"
+
+
+def test_the_figures_name_what_was_run_and_every_trial(tmp_path: Path) -> None:
+    campaign = Campaign(target="worker", kills=3, jobs=2)
+    journal = Journal.open(tmp_path / "x.trials.jsonl", campaign.header())
+    journal.add(TRIAL)
+    runner = Runner(campaign, journal, tmp_path, 256, tmp_path, print, starts_s=[9.0])
+    found = figures_of(runner)
+    assert found["campaign"]["kills"] == 3
+    assert found["starts_s"] == [9.0]
+    assert found["typical"]["timeline"] == [[[-20, "placed"], [5, "."]], None]
+    [row] = found["rows"]
+    assert row["recovered_s"] == [0.5, 0.75]
+    assert row["victim"] == "worker-1"
+    assert not row.keys() & {"timeline", "faults", "left_over", "target"}
 
 
 def test_the_typical_trial_is_the_median_of_those_that_moved_someone() -> None:
