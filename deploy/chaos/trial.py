@@ -159,9 +159,12 @@ class Trials:
         pid = int(taken.suffix[1:])
         name = pids.get(pid) or (opened[0] if opened else "")
         if not name:  # one that came back between the look at the pids and now
-            name = (await self.site.pids(self._serving(status))).get(pid, "")
-            assert name, f"process {pid} parked at {point} and is nobody's"
             status = await self.site.serving(1)
+            unknown = set(self._serving(status)) - set(pids.values())
+            found = await self.site.pids(unknown)  # whose event loop is parked does not answer
+            silent = unknown - set(found.values())
+            name = found.get(pid) or (silent.pop() if len(silent) == 1 else "")
+            assert name, f"process {pid} parked at {point} and is nobody's"
         away = self.site.away(name) | ({opened[0]} if opened else set())
         return _Parked(
             name=name,
