@@ -12,14 +12,18 @@ from torch import Tensor
 from deepinfer.deploy.bench.kernel_nested_model import logits_of_steps
 from deepinfer.deploy.bench.kernel_steps import let_go
 from deepinfer.deploy.bench.random_weights import random_model
+from deepinfer.kernels.linear_w8a8 import CAPABILITY_MIN
 from deepinfer.kvstore.core.layout import resolve_kv_dtype
+from deepinfer.workers.backends.cpu import CpuBackend
 from deepinfer.workers.gpu.card import find_card
 from deepinfer.workers.gpu.opening import OpenedGpu, StepSizes, open_gpu
+from deepinfer.workers.gpu.runner import GpuRunner
 from deepinfer.workers.gpu.settings import GpuSettings, NestedSettings
 from deepinfer.workers.model.config import ModelConfig
-from deepinfer.workers.model.decoder import kv_layout
+from deepinfer.workers.model.decoder import Decoder, kv_layout
 from deepinfer.workers.model.nested import nest
-from deepinfer.workers.model.runner import SequenceSlice
+from deepinfer.workers.model.runner import ModelRunner, SequenceSlice
+from deepinfer.workers.pool import PagedPool
 
 pytestmark = pytest.mark.gpu
 
@@ -86,3 +90,43 @@ def test_a_model_that_starts_shed_has_its_upper_planes_only() -> None:
     assert upper.planes is None
     assert upper.budget.lower < both.budget.lower / 2
     assert same(logits_of_steps(upper.runner, 1), logits_of_steps(both.runner, 1))
+
+
+def test_w8a8_of_a_card_is_that_of_the_cpu() -> None:
+    """Of a large step of one layer: where halves are rounded otherwise than floats codes differ."""
+    card = find_card()
+    if card.capability < CAPABILITY_MIN:
+        with pytest.raises(ValueError, match="products of FP8 with FP8 need"):
+            opened(w8a8=True)
+        return
+    config = replace(TINY, layers=1)
+    model = nest(random_model(config))
+    found = open_gpu(
+        card,
+        model,
+        kv_layout(config, resolve_kv_dtype("fp16"), 16),
+        GpuSettings(fill_card=False, probe=False),
+        StepSizes(rows=256, sequences=16),
+        64,
+        nested=NestedSettings(w8a8=True),
+    )
+    assert any("129 rows or more are W8A8" in note for note in found.notes)
+    backend = CpuBackend()
+    layout = found.pool.layout
+    decoder = Decoder(model, backend, w8a8_rows=1)
+    cpu = ModelRunner(decoder, PagedPool(layout, 64), backend)
+    ids = torch.randint(0, 512, (200,), generator=torch.Generator().manual_seed(4)).tolist()
+    part = SequenceSlice(ids, 0, range(13), True)
+
+    def logits(runner: ModelRunner | GpuRunner, level: int) -> Tensor:
+        seen: list[Tensor] = []
+        rows = [range(200)]
+        runner.forward_and_score([part], rows, lambda _i, _f, x: seen.append(x.cpu()), level)
+        return torch.cat(seen)
+
+    fp8, wanted, on_card = logits(cpu, 1), logits(cpu, 2), logits(found.runner, 2)
+    effect = (wanted - fp8).square().mean().sqrt()
+    assert (on_card - wanted).square().mean().sqrt() < 0.8 * effect
+    assert (logits(found.runner, 1) - fp8).square().mean().sqrt() < 0.2 * effect
+    again = logits(found.runner, 2)
+    assert torch.equal(again, on_card), "the same graphs, the same bits"
