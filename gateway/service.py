@@ -87,6 +87,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Accept a request and stream its tokens."""
+        if (full := self._shell.full()) is not None:
+            # Unread: those that are kept would pay for its tokenizing.
+            await statuses.abort(context, statuses.exhausted(full))
         request_id = mint_request_id(self._shell.gateway)
         ask, record = await self._record(request, request_id, self._shell.now_ms(), context)
         stream = self._shell.generate(

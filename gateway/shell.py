@@ -318,6 +318,14 @@ class Shell:
         if send is not None:
             self.tell(ReportLinkUp())
 
+    def full(self) -> str | None:
+        """Why a request that has come is refused unread (and counted); None: it is not."""
+        reached = self.core.bound_reached()
+        if reached is None:
+            return None
+        self.refused(reached[0])
+        return reached[1]
+
     def refused(self, reason: str) -> None:
         """Count a request that was refused before it was one."""
         self._counters[by_reason("requests_refused_total", reason)] += 1

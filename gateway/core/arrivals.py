@@ -64,6 +64,10 @@ class Arrivals:
             self._add(entry)
             self._open(event, entry, [0] * len(entry.choices))
 
+    def bound_reached(self) -> tuple[str, str] | None:
+        """The bound that keeps new requests out now, if one does, and a sentence about it."""
+        return None if self._drain.begun else self._full(new_request=True, new_stream=True)
+
     def _full(self, *, new_request: bool, new_stream: bool) -> tuple[str, str] | None:
         """The bound that is reached, if one is, and a sentence about it."""
         live, streams, config = self._table.live, len(self._streams), self._config

@@ -367,6 +367,10 @@ class GatewayCore:
         """Whether new requests are refused because this gateway is to be stopped."""
         return self._drain.begun
 
+    def bound_reached(self) -> tuple[str, str] | None:
+        """The bound that keeps new requests out now, if one does, and a sentence about it."""
+        return self._arrivals.bound_reached()
+
     @property
     def live_requests(self) -> int:
         """Requests that have not ended."""
