@@ -164,6 +164,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _level(self, name: str, context: Context) -> control_pb2.DrainLevel:
         level = self._shell.core.drain_level(name)
+        if level is None and not self._shell.core.ready:
+            says = "the controller has just started and has not heard from everyone yet"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, says)
         if level is None:
             says = f"there is no worker or gateway {name[:80]!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, says)

@@ -36,6 +36,10 @@ Kind: TypeAlias = Literal["workers", "gateways"]
 Level: TypeAlias = control_pb2.DrainLevel
 
 
+class UnknownNameError(LaunchError):
+    """The controller knows nobody of that name."""
+
+
 @dataclass(slots=True)
 class Operator:
     """The controller of one cluster, as its operator calls it; found anew after its restart."""
@@ -65,6 +69,17 @@ class Operator:
         """How far it is. Raises as ``drain``."""
         asked = control_pb2.DrainRequest(name=name)
         return self._call(lambda stub, **how: stub.GetDrain(asked, **how))
+
+    def serves(self, name: str, *, after: int) -> bool:
+        """Whether a life of it that came after that one serves. Raises as ``drain``.
+
+        A controller that was restarted meanwhile does not know of one that has not come back.
+        """
+        try:
+            level = self.level(name)
+        except UnknownNameError:
+            return False
+        return level.serving and level.incarnation > after
 
     def restart(self, name: str, life: int) -> Level:
         """End the process of a drained life. Raises as ``drain``, and if it is not drained."""
@@ -96,6 +111,8 @@ class Operator:
             except grpc.RpcError as error:
                 self.close()
                 failed: Any = error  # a call's error says its status, whatever the stubs' types say
+                if failed.code() is grpc.StatusCode.NOT_FOUND:
+                    raise UnknownNameError(failed.details()) from error
                 if failed.code() not in AWAY:
                     raise LaunchError(failed.details()) from error
                 trouble: Exception = error
@@ -173,12 +190,11 @@ def restart_one(
         say(f"{name}: restarting")
         cluster.restart(name, old)
     deadline = time.monotonic() + BACK_S
-    while level.incarnation == old or not level.serving:
+    while not cluster.serves(name, after=old):
         if time.monotonic() > deadline:
             raise LaunchError(f"{name} does not serve again after {BACK_S:g} s")
         interrupts.check()
         time.sleep(POLL_S)
-        level = cluster.level(name)
     took_s = time.monotonic() - began
     say(f"{name}: serves again after {took_s:.1f} s")
     return took_s

@@ -90,7 +90,8 @@ class ControlServicer:
 
     def Drain(self, request, context):
         """Empty a worker or gateway and give it nothing new until it restarts. Idempotent: said again it
-        tells how far that is, and may only bring the end of the grace forward. NOT_FOUND, by name.
+        tells how far that is, and may only bring the end of the grace forward. NOT_FOUND, by name;
+        UNAVAILABLE while a controller that has just started has not heard from everyone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

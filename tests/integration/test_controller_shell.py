@@ -31,6 +31,7 @@ from deepinfer.proto.bearer import bearer
 TOKEN = "a-token-for-these-tests"
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
 OPERATOR = "a-token-for-whoever-runs-it"
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
@@ -421,9 +422,12 @@ def test_the_operator_empties_a_worker_and_restarts_it() -> None:
     async def run() -> None:
         async with Peers() as peers:
             level, refused = peers.level, peers.refused
-            assert await refused("Drain", control_pb2.DrainRequest(name="worker-0")) == NOT_FOUND
+            stranger = control_pb2.DrainRequest(name="worker-7")
+            assert await refused("Drain", stranger) == UNAVAILABLE  # nobody has reported yet
             await peers.report_worker()
             reply = await peers.report_gateway()
+            await peers.report_store()
+            assert await refused("Drain", stranger) == NOT_FOUND
             assert not reply.HasField("drain")
             assert (await level("GetDrain", "worker-0")).serving
             restart = control_pb2.RestartRequest(name="worker-0", incarnation=5)
