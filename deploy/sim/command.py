@@ -32,7 +32,12 @@ def conduct(campaign: Campaign, output: Path | None, *, say_coverage: bool) -> i
     """Run a campaign, print what it came to, and return the exit status."""
     text = TextColumn("{task.completed:,.0f} of {task.total:,.0f} seeds")
     failed = TextColumn("{task.fields[failed]} failed")
-    bar = Progress(BarColumn(), text, failed, TimeRemainingColumn(), console=out, transient=True)
+    bar = Progress(
+        *(BarColumn(), text, failed, TimeRemainingColumn()),
+        console=out,
+        transient=True,
+        disable=not out.is_terminal,
+    )
     with bar:
         task = bar.add_task("seeds", total=campaign.seeds, failed=0)
 

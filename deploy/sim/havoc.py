@@ -96,7 +96,7 @@ class Havoc:
 
     def stop_in_put(self) -> bool:
         """SIGSTOP the next worker that copies a payload out, until its pages could be lent anew."""
-        return self._lie_in_wait("stop_in_put", Moment.PUT, lambda w: self.stop(w, LONG_MS))
+        return self._lie_in_wait("stop_in_put", Moment.PUT, lambda w: self.stop(w, 3000, 1500))
 
     def stuck_step(self) -> bool:
         """The next step that begins never ends: the device does not answer."""
@@ -281,12 +281,13 @@ class Havoc:
         """SIGSTOP the controller for a while."""
         return self.stop(self._world.controller, 800)
 
-    def stop(self, host: Host, longest_ms: int) -> bool:
-        """SIGSTOP, and SIGCONT some time later."""
+    def stop(self, host: Host, longest_ms: int, least_ms: int = 0) -> bool:
+        """SIGSTOP, and SIGCONT some time later: ``least_ms``, and up to ``longest_ms`` more."""
         if not host.up or host.stopped:
             return False
         host.stop()
-        self._later(longest_ms, self._go_on, host, host.life)
+        delay_ms = least_ms + self._rng.randrange(1, longest_ms + 1)
+        self._world.engine.after(delay_ms, self._go_on, host, host.life)
         return True
 
     def _go_on(self, host: Host, life: int) -> None:

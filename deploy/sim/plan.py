@@ -235,11 +235,15 @@ def draw(seed: int) -> Plan:
     )
     crowded = rng.random() < 0.4
     if crowded:  # all come at once, to little room, and there is a place to swap to
-        workers = tuple(replace(w, blocks=rng.choice((4, 6, 8))) for w in workers[:2])
-        largest = max(worker.blocks for worker in workers)
-        stores = tuple(replace(s, budget_blocks=64, tickets_max=64) for s in stores) or (
-            StorePlan(name="s0", node="n0", budget_blocks=64, tickets_max=64),
+        workers = tuple(
+            replace(w, blocks=rng.choice((4, 6, 8)), node="n0" if rng.random() < 0.7 else w.node)
+            for w in workers[:2]
         )
+        largest = max(worker.blocks for worker in workers)
+        spare = rng.choice((1, 1, 8))
+        stores = tuple(
+            replace(s, budget_blocks=largest * spare, tickets_max=64) for s in stores[:1]
+        ) or (StorePlan(name="s0", node="n0", budget_blocks=64, tickets_max=64),)
     busy_ms = rng.choice((1, 100) if crowded else (1, 100, 500, 1500))
     clients = tuple(
         _client(rng, i, prefixes, block_size, largest, busy_ms, crowded=crowded)
@@ -251,8 +255,12 @@ def draw(seed: int) -> Plan:
     # Half of the seeds have few kinds of faults, so that each of them meets itself.
     share = rng.choice((0.1, 0.1, 0.4) if crowded else (0.1, 0.4))
     weights = {} if calm else {n: 0.2 + rng.random() for n in FAULTS if rng.random() < share}
-    if crowded and not calm and rng.random() < 0.5:
-        weights |= {name: 1.0 for name in FAULTS if "_in_" in name and rng.random() < 0.8}
+    if crowded and not calm and rng.random() < 0.7:
+        within = [name for name in FAULTS if "_in_" in name]
+        if rng.random() < 0.5:  # one of them again and again
+            within = [rng.choice(within)]
+            weights = dict(list(weights.items())[:1])
+        weights |= dict.fromkeys(within, 1.0)
     if any(worker.tail_blocks for worker in workers) and shedding.random() < 0.3:
         # Else loads seldom last till a return.
         weights = {**dict(list(weights.items())[:1]), "fickle_controller": 1.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from deepinfer.deploy.sim.checker import ViolationError
 from deepinfer.deploy.sim.host import Reporter
 from deepinfer.deploy.sim.plan import StorePlan
 from deepinfer.kvstore.core.events import (
@@ -89,6 +90,7 @@ class StoreHost(Reporter):
     __slots__ = (
         "_calls",
         "_departed",
+        "_lent",
         "_mappings",
         "_pages",
         "_remote_puts",
@@ -113,6 +115,8 @@ class StoreHost(Reporter):
         self._departed: set[WorkerRef] = set()
         """Workers of this node whose process has exited: their connections are closed."""
         self._mappings: dict[Mapping[Any], list[EndGet | AbortPut]] = {}
+        self._lent: dict[PutId, tuple[Mapping[Any], tuple[int, ...]]] = {}
+        """Pages that workers of this node write into."""
         self._performers = {Answer: self._answer, RevokePut: self._revoke, Report: self._report}
 
     def start(self) -> None:
@@ -124,6 +128,7 @@ class StoreHost(Reporter):
         self._remote_puts = set()
         self._departed = set()
         self._mappings = {}
+        self._lent = {}
         block_bytes = self.world.block_bytes
         self.core = StoreCore(
             store=StoreId(self.name),
@@ -180,6 +185,7 @@ class StoreHost(Reporter):
         def granted(grant: PutGrant) -> None:
             if grant.put is not None:
                 self._pages[grant.put] = grant.pages
+                self._lend(job, grant.put, grant.pages)
                 self._hold(job, AbortPut(grant.put))
             reply(Mapped(grant, self.slab))
 
@@ -187,10 +193,18 @@ class StoreHost(Reporter):
 
     def serve_finish_put(self, body: FinishPut, reply: Callable[[Any], None]) -> None:
         """A worker of this node has written a payload into the slab: read it, and hash it."""
+        self._lent.pop(body.put, None)
         pages = self._pages.get(body.put, ())[: body.manifest.blocks]
         written = tuple(self.slab.get(page, ()) for page in pages)
         hash_ok = hash_blocks(written) == body.manifest.payload_hash
         self.serve(body._replace(hash_ok=hash_ok), reply)
+
+    def _lend(self, job: Mapping[Any], put: PutId, pages: tuple[int, ...]) -> None:
+        """Pages go to a writer: nobody who lives may still write into them."""
+        for other, held in self._lent.values():
+            if not other.closed and not set(held).isdisjoint(pages):
+                raise ViolationError(f"{self}: lends pages {pages}, {other} may write {held}")
+        self._lent[put] = (job, pages)
 
     def _hold(self, job: Mapping[Any], let_go: EndGet | AbortPut) -> None:
         """Pages are granted over a connection; when it closes, its worker has let go of them."""
@@ -201,6 +215,8 @@ class StoreHost(Reporter):
     def close(self, job: Mapping[Any]) -> None:
         """The connection has closed."""
         for let_go in self._mappings.pop(job, ()):
+            if isinstance(let_go, AbortPut):
+                self._lent.pop(let_go.put, None)
             self.drive(let_go)
 
     def serve_put_stream(self, stream: PutStream, reply: Callable[[Any], None]) -> None:
@@ -294,7 +310,9 @@ class StoreHost(Reporter):
             if isinstance(job.body, BeginGet):
                 self.close(job)
             else:
-                del self._mappings[job]
+                for let_go in self._mappings.pop(job):
+                    if isinstance(let_go, AbortPut):
+                        self._lent.pop(let_go.put, None)
         self.drive(WriterGone(writer))
 
 

@@ -24,7 +24,7 @@ from deepinfer.kvstore.core.ids import (
     WorkerId,
     WorkerRef,
 )
-from deepinfer.kvstore.core.messages import ReportReply, StoreReply, StoreStatus
+from deepinfer.kvstore.core.messages import Departure, ReportReply, StoreReply, StoreStatus
 from deepinfer.kvstore.core.precision import precision_of
 from deepinfer.kvstore.core.requests import Token
 from deepinfer.workers.core.core import WorkerCore
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from deepinfer.deploy.sim.world import World
 
 _CALL_MS = 400
+_COMMITTED = (StoreStatus.OK, StoreStatus.COMMITTED)
 
 
 class WorkerHost(Reporter):
@@ -74,6 +75,7 @@ class WorkerHost(Reporter):
 
     __slots__ = (
         "_ahead",
+        "_committed",
         "_fetches",
         "_links",
         "_planes",
@@ -102,6 +104,9 @@ class WorkerHost(Reporter):
         self._ahead: dict[Ticket, Ahead] = {}
         self._revoked: set[PutId] = set()
         self._store_lives: dict[Ticket, Incarnation] = {}
+        self._committed: set[Ticket] = set()
+        """Tickets of which a store has told this life that they are committed."""
+        self._stuck = False
         self._performers = {
             SendToGateway: self._send_to_gateway,
             RunStep: self._run_step,
@@ -134,6 +139,7 @@ class WorkerHost(Reporter):
         self._revoked = set()
         self._store_lives = {}
         self._stuck = False
+        self._committed = set()
         self.core = WorkerCore(
             self.ref, NodeId(self.plan.node), self.world.worker_config(self.plan)
         )
@@ -362,6 +368,8 @@ class WorkerHost(Reporter):
         body = store_events.Commit(ticket, self.ref, self._store_lives.get(ticket))
 
         def answered(reply: StoreReply) -> None:
+            if reply.status in _COMMITTED:
+                self._committed.add(ticket)
             self.drive(CommitReply(ticket, reply.status))
 
         store = self.world.stores[effect.store]
@@ -374,6 +382,8 @@ class WorkerHost(Reporter):
         body = store_events.Resolve(ticket, self.ref, self._store_lives.get(ticket))
 
         def answered(reply: StoreReply) -> None:
+            if reply.status in _COMMITTED:
+                self._committed.add(ticket)
             self.drive(ResolveReply(ticket, reply.status))
 
         store = self.world.stores[effect.store]
@@ -418,6 +428,12 @@ class WorkerHost(Reporter):
     # ---- controller ----
 
     def _report(self, effect: Report) -> None:
+        for departed in effect.report.departed:
+            if departed.why is Departure.SWAPPED and departed.ticket not in self._committed:
+                raise ViolationError(
+                    f"{self}: {departed.seq} has left its blocks, and nobody has said that"
+                    f" {departed.ticket} is committed"
+                )
         self.send_report(effect.report)
 
     def on_report_link(self) -> None:

@@ -50,6 +50,9 @@ RARE_MOVES = {
     "swapping_in -> cancelled",
     "swapping_in -> recovering",
     "recovering -> swapped",
+    "recovering -> finished",
+    "recovering -> failed",
+    "recovering -> cancelled",
 }
 """So seldom that only long runs are sure to make them."""
 
