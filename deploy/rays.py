@@ -236,6 +236,9 @@ def _import_ray() -> None:
         # Read when Ray is imported; a process that imported it before has what it chose, and
         # ray.init turns token authentication on by itself where nobody chose.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+        # Or Ray takes a loopback address for a mistake, and this machine's own for it: then all of
+        # its processes listen on every interface. Read when Ray is imported, too.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's head keeps a record of each of the last 100,000 calls, orders to workers among them, and
     # grows for hours by that; nobody reads them here.

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from google.protobuf.message import DecodeError
 
@@ -86,7 +86,7 @@ def _opened(_: Path) -> Iterator[Case]:
         tasks.append(task)
         return task
 
-    loop.set_task_factory(make)
+    loop.set_task_factory(cast("Any", make))  # a protocol of typeshed's that has no name here
     loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
 
     async def case(data: bytes) -> None:
