@@ -278,6 +278,7 @@ async def running_ray(payload_bytes_max: int) -> AsyncIterator[RayPeer]:
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `deepinfer up` does, and Ray by itself
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or it listens on every interface
     context: Any = None
     try:
         with interrupts.held():  # a Ray that is half started leaves processes behind

@@ -113,7 +113,11 @@ def test_ctrl_c_while_ray_starts_leaves_nothing_of_it(
         init=init, is_initialized=lambda: False, shutdown=lambda: done.append("shutdown")
     )
     monkeypatch.setitem(sys.modules, "ray", fake)
-    for name, value in (("RAY_AUTH_MODE", "token"), ("RAY_USAGE_STATS_ENABLED", "0")):
+    for name, value in (
+        ("RAY_AUTH_MODE", "token"),
+        ("RAY_USAGE_STATS_ENABLED", "0"),
+        ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"),
+    ):
         monkeypatch.setenv(name, value)
 
     async def start() -> None:
