@@ -376,8 +376,9 @@ def run_corruption(
     )
     if clusters is not None:
         console.print(
-            f"in a cluster: {clusters['damaged']} swapped-out payloads damaged, "
-            f"{clusters['recomputed']} computed anew, {clusters['right']} answers right",
+            f"in a cluster: {clusters['damaged']} swapped-out payloads damaged "
+            f"({clusters['too_late']} too late), {clusters['recomputed']} computed anew, "
+            f"{clusters['right']} of {clusters['answers']} answers right",
             highlight=False,
         )
     return bool(figures["as_it_should_be"])
