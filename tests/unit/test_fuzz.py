@@ -18,13 +18,13 @@ from deepinfer.deploy.fuzz.shapes import Bytes
 from deepinfer.deploy.fuzz.target import Case, Target
 
 CORPUS = Path(__file__).parent.parent / "corpus"
-SLOW = ("rpc_", "same_node", "template", "chat", "tokenizer")
+SLOW = ("rpc_", "same_node", "template", "chat", "tokenizer", "checkpoint", "gguf")
 """Targets whose cases take milliseconds."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_few_cases_break_nothing(name: str, tmp_path: Path) -> None:
-    cases = 100 if name.startswith(SLOW) else 600
+    cases = 60 if name.startswith(SLOW) else 300
     tally = fuzz(TARGETS[name], tmp_path, cases=cases, seed="in every test run")
     assert not tally.crashes, "\n\n".join(crash.detail for crash in tally.crashes[:3])
     assert tally.cases == cases
@@ -114,8 +114,8 @@ def test_hangs_and_memory_are_faults(decode: Case, kind: str, tmp_path: Path) ->
 
 
 def test_an_error_that_the_target_names_is_none(tmp_path: Path) -> None:
-    tally = fuzz(made(planted, ValueError, KeyError), tmp_path, cases=3_000, seed="1")
-    assert (tally.crashes, tally.refused) == ([], 3_000)
+    tally = fuzz(made(planted, ValueError, KeyError), tmp_path, cases=1_000, seed="1")
+    assert (tally.crashes, tally.refused) == ([], 1_000)
 
 
 def test_every_change_is_a_function_of_the_seed() -> None:
