@@ -121,7 +121,9 @@ def test_w8a8_of_a_card_is_that_of_the_cpu() -> None:
     def logits(runner: ModelRunner | GpuRunner, level: int) -> Tensor:
         seen: list[Tensor] = []
         rows = [range(200)]
-        runner.forward_and_score([part], rows, lambda _i, _f, x: seen.append(x.cpu()), level)
+        runner.forward_and_score(
+            [part], rows, lambda _i, _f, x: seen.append(x.cpu().clone()), level
+        )
         return torch.cat(seen)
 
     fp8, wanted, on_card = logits(cpu, 1), logits(cpu, 2), logits(found.runner, 2)
