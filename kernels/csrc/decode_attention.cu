@@ -32,6 +32,7 @@
 
 constexpr int TILE = 16;             // tokens
 constexpr int MAX_PARTITIONS = 128;  // of one sequence; kernels/attention.py says so too
+constexpr u32 FEW_CTAS = 64;
 constexpr float LOWEST = -1e30f;     // below any score, and finite: differences stay numbers
 // Weights of int8 carry their token's V scale. 2^6 keeps the smallest scale (2^-14) clear of
 // half's subnormals, and the largest that finite halves quantise to (516) clear of its end.
@@ -254,7 +255,10 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : BULK ? 8 : 12
   const int kv_head = blockIdx.x, row = blockIdx.y, part = blockIdx.z;
   const int kv_heads = gridDim.x, partitions = gridDim.z;
   auto& barriers = all_barriers[warp];
-  launch_dependents();
+  // What follows may come early where most multiprocessors are idle, to fetch its weights. Elsewhere
+  // its CTAs would crowd on those that are done first.
+  const bool few = kv_heads * gridDim.y * partitions <= FEW_CTAS;
+  if (few) launch_dependents();
   if constexpr (BULK) {
     if (lane < STAGES) bulk_barrier_init(&barriers[lane]);
     bulk_barriers_made();
@@ -432,6 +436,7 @@ __global__ void __launch_bounds__(32 * WARPS, (COLUMNS == 1 ? 16 : BULK ? 8 : 12
     }
   }
 
+  if (!few) launch_dependents();
   // The ring's memory, all copies done, holds the warps' sums: [WARPS][HEADS][STRIDE].
   if constexpr (!BULK) cp_async_wait<0>();
   __syncthreads();

@@ -214,7 +214,8 @@ DEV void copy_paired_inputs(const __half* x, const Steps& work, u8* shared, u64*
         *reinterpret_cast<uint4*>(tile + turned<128>(at, chunk % 8 ^ 1)) = odd ? before : after;
       }
     }
-    arrive(full + slot);  // (the fence is of those who multiply: here it would wait for all copies)
+    fence_shared_for_wgmma();
+    arrive(full + slot);
     if (++slot == STAGES) slot = 0;
     request(true);
   }
