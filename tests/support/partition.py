@@ -101,7 +101,8 @@ async def _until(
 
 
 def _worker_of(document: dict[str, Any], node: str) -> str:
-    return next(name for name, w in document["workers"].items() if w["node"].startswith(node))
+    workers: dict[str, Any] = document["workers"]
+    return next(name for name, w in workers.items() if w["node"].startswith(node))
 
 
 async def story(cluster: Cluster, cable: str) -> dict[str, Any]:
