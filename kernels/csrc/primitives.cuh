@@ -1,7 +1,7 @@
 // Types and the instructions that CUDA C++ has no function for.
 //
-// Inline assembly is here and, for what only Hopper has, in wgmma.cuh, bulk_copy.cuh and
-// pipeline.cuh. Every primitive has a twin under SIMT_EMULATION: the tests compile the same kernels
+// Inline assembly is here and, for what only Hopper has, in wgmma.cuh, bulk_copy.cuh, pipeline.cuh
+// and cluster.cuh. Every primitive has a twin under SIMT_EMULATION: the tests compile the same kernels
 // with g++ and run them thread by thread, so no .cu file may contain assembly or include anything
 // but files of this folder.
 #pragma once
