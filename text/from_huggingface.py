@@ -18,6 +18,8 @@ _Json = Mapping[str, object]
 
 # Far beyond the largest: 34 MB for a vocabulary of 262,144 tokens.
 _FILE_BYTES_MAX = 1 << 28
+_ID_DIGITS_MAX = 10
+"""Of a token id; Python itself reads no number of thousands of them."""
 
 # Without tokenizer.json, what these files would need.
 _OTHER_KINDS = {
@@ -122,7 +124,7 @@ def _add_declared_tokens(
         raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: no object")
     for key, entry in sorted(decoder.items(), key=lambda item: (len(item[0]), item[0])):
         match entry:
-            case {"content": str(content)} if key.isdecimal():
+            case {"content": str(content)} if key.isdecimal() and len(key) <= _ID_DIGITS_MAX:
                 special = bool(entry.get("special"))
                 if int(key) not in declared:
                     flags = {f: bool(entry.get(f)) for f in ("single_word", "lstrip", "rstrip")}
@@ -138,7 +140,8 @@ def _add_declared_tokens(
                     )
             case _:
                 raise TokenizerError(
-                    f"{folder}/tokenizer_config.json: added_tokens_decoder: {key!r} is malformed"
+                    f"{folder}/tokenizer_config.json: added_tokens_decoder: {key[:40]!r} is "
+                    "malformed"
                 )
     for token_id, (content, _) in sorted(declared.items()):
         if (got := backend.token_to_id(content)) != token_id:

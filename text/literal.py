@@ -74,7 +74,11 @@ class Literals:
     def _between(self, text: str, ids: list[int], plain: tokenizers.Tokenizer) -> list[int]:
         if self._mark not in text:
             return ids
-        shown = re.sub(
-            f"{self._mark}([0-9]+){self._mark}", lambda found: self._texts[int(found[1])], text
-        )
+
+        def put_back(found: re.Match[str]) -> str:
+            number = int(found[1])
+            # A template may write marks of its own: those stand for nothing.
+            return self._texts[number] if number < len(self._texts) else found[0]
+
+        shown = re.sub(f"{self._mark}([0-9]{{1,9}}){self._mark}", put_back, text)
         return plain.encode(shown, add_special_tokens=False).ids

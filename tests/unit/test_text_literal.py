@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from deepinfer.text.chat import ChatTemplate
 from deepinfer.text.errors import ChatMessageError
 from deepinfer.text.load import load_tokenizer
 from deepinfer.text.tokenizer import Tokenizer
@@ -90,3 +91,12 @@ def test_smollm2(demo_model: Path) -> None:
     ids = tokenizer.encode_chat(user(attack))
     assert control(tokenizer, ids) == control(tokenizer, tokenizer.encode_chat(user("Hi")))
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.chat.render(user(attack))
+
+
+def test_marks_that_a_template_writes_stand_for_nothing(tmp_path: Path) -> None:
+    """Only its own messages' words are put back, whatever numbers stand between marks."""
+    tokenizer = load_tokenizer(write_byte_tokenizer(tmp_path))
+    for number in ("7", "0" * 5000, "9" * 400):
+        tokenizer.chat = ChatTemplate("{{ messages[0].content }}\ufdd0" + number + "\ufdd0")
+        ids = tokenizer.encode_chat([{"role": "user", "content": "<|end|>"}])
+        assert tokenizer.decode(ids) == f"<|end|>\ufdd0{number}\ufdd0"
