@@ -28,6 +28,8 @@ from deepinfer.deploy.watch import Watched, watch
 REFUSED: Final = 'deepinfer_worker_payloads_refused_total{reason="bytes"}'
 STRIDE: Final = 64
 """Bytes of which one changes."""
+STORE_MB: Final = 16
+"""Little, for all of it has to be damaged before the request comes back."""
 METRICS_PATIENCE_S: Final = 5.0
 """Until a count has travelled in a report."""
 
@@ -68,6 +70,7 @@ def run_clusters(model: Path, rounds: int, console: Console) -> dict[str, Any]:
                 "max_cache": f"{BLOCKS} blocks",
                 "prefix_cache": False,
                 "store_path": path,
+                "max_cpu_offload_mb": STORE_MB,
                 "port": 0,
             }
         )
