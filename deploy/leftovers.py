@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from deepinfer.deploy.running import process_ticks, state_dir, write_private
+from deepinfer.deploy.running import alive, process_ticks, state_dir, write_private
 
 VARIABLE = "DEEPINFER_CLUSTER"
 """The environment variable with the mark."""
@@ -84,6 +84,7 @@ def remove_mark(mark: Mark) -> None:
 def sweep() -> tuple[str, ...]:
     """Remove what dead launchers have left; a sentence for each."""
     said = []
+    alive()  # forgets clusters that are not
     for path in sorted(state_dir().glob("*.ray")):
         try:
             mark = Mark(**json.loads(path.read_text(encoding="utf-8")))

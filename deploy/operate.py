@@ -162,7 +162,7 @@ def drain_one(
     said = -1
     level = first
     while not level.drained and level.incarnation == first.incarnation:
-        if level.left != said:
+        if level.left not in (0, said):
             said = level.left
             say(f"{name}: {said} {'request' if said == 1 else 'requests'} left")
         took_s = time.monotonic() - began
