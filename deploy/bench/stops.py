@@ -314,7 +314,7 @@ def figures(plan: Plan, trials: Sequence[Trial]) -> dict[str, Any]:
         for kind in ("worker", "gateway")
     }
     return {
-        "plan": asdict(plan),
+        "plan": _shown(plan),
         "trials": len(trials),
         "wrong": sum(bool(wrong(plan, trial)) for trial in trials),
         "stops": {
@@ -362,6 +362,11 @@ def _line(trial: Trial) -> str:
     return said
 
 
+def _shown(plan: Plan) -> dict[str, Any]:
+    """The plan as the result has it: a model is the same wherever it lies."""
+    return asdict(plan) | {"model": Path(plan.model).name}
+
+
 def _command(plan: Plan) -> str:
     words = " ".join(
         f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
@@ -383,7 +388,7 @@ def _read(path: Path, plan: Plan) -> list[Trial]:
     if not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
-    if found["plan"] != asdict(plan):
+    if found["plan"] != _shown(plan):
         raise LaunchError(f"{path} is of another plan: {found['plan']}: name another --output")
     trials = [Trial(**row | {"left": tuple(row["left"])}) for row in found["rows"]]
     return [trial for trial in trials if trial.ended]
