@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepinfer.kvstore.core.layout import KvLayout, resolve_kv_dtype
 from deepinfer.workers.backends.cpu import (
     LARGEST_TILE_ROWS,
     ROW_MULTIPLES,
@@ -45,3 +46,22 @@ def test_rows_keep_their_bits_in_any_tile() -> None:
     alone = torch.cat([backend.linear(row, weight) for row in torch.split(x, 1)])
     for rows in (5, 64, 65, 127, 300, len(x)):
         assert torch.equal(backend.linear(x[:rows], weight), alone[:rows])
+
+
+def test_a_cpu_whose_sums_depend_on_the_number_of_rows_serves_with_one_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_batch(self: CpuLinear, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + x.shape[0] * 2**-20)
+
+    monkeypatch.setattr(CpuLinear, "__call__", by_batch)
+    layout = KvLayout(resolve_kv_dtype("fp16"), 1, 1, 8, 16)
+    weight: Any = CpuLinear(torch.eye(8), None, packed=False)
+    backend = CpuBackend(deterministic=True)
+    backend.calibrate([weight], layout)
+    assert backend.row_multiple == TILE_ROWS
+    x = torch.randn(200, 8)
+    alone = torch.cat([backend.linear(row[None], weight) for row in x])
+    assert torch.equal(backend.linear(x, weight), alone)
+    with pytest.raises(RuntimeError, match="batching would change answers"):
+        CpuBackend().calibrate([weight], layout)
