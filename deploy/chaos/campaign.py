@@ -223,7 +223,7 @@ class Runner:
             job.ended = True
             if job.number is not None:
                 self.broken.append(f"the process that ran trial {job.number} has died")
-                self.journal.miss(job.number, self.broken[-1])
+                self._void(job, job.number, self.broken[-1], todo)
             return
         match said:
             case Ready(start_s):
@@ -247,17 +247,21 @@ class Runner:
                 why = said.why if isinstance(said, Broken) else "nobody parked"
                 if isinstance(said, Broken):
                     self.broken.append(said.why)
-                job.number = None
-                self.journal.miss(number, why)
-                self._tries[number] += 1
-                if self._tries[number] > RETRIES:
-                    self.unreached.append(number)
-                else:
-                    todo.append(number)
-                self.say(f"trial {number} at {self.campaign.place(number)} is void: {why}")
+                self._void(job, number, why, todo)
             case Broken():
                 self.broken.append(said.why)
                 self.say(said.why)
+
+    def _void(self, job: _Job, number: int, why: str, todo: deque[int]) -> None:
+        """Run a trial again, unless that has been done too often."""
+        job.number = None
+        self.journal.miss(number, why)
+        self._tries[number] += 1
+        if self._tries[number] > RETRIES:
+            self.unreached.append(number)
+        else:
+            todo.append(number)
+        self.say(f"trial {number} at {self.campaign.place(number)} is void: {why}")
 
     def _spec(self, number: int, asked: list[tuple[Question, Answer]]) -> JobSpec:
         campaign = self.campaign

@@ -119,13 +119,21 @@ def run_job(spec: JobSpec, parent: Connection) -> None:
 def _serve(spec: JobSpec, parent: Connection, base: Path) -> None:
     failures = 0
     lives = 0
+    order: Next | None = None
     while True:
         lives += 1
+        if lives > 1 and order is None:  # a cluster is not started for nothing
+            parent.send(Ready(0.0))
+            order = parent.recv()
+            if order is None:
+                return
         began = time.perf_counter()
         try:
             with _site(spec, base / f"life{lives}") as site:
                 failures = 0
-                if not asyncio.run(_trials(spec, site, parent, time.perf_counter() - began)):
+                first, order = order, None
+                start_s = time.perf_counter() - began
+                if not asyncio.run(_trials(spec, site, parent, start_s, first)):
                     return
         except LaunchError as error:
             failures += 1
@@ -134,8 +142,10 @@ def _serve(spec: JobSpec, parent: Connection, base: Path) -> None:
                 return
 
 
-async def _trials(spec: JobSpec, site: Any, parent: Connection, start_s: float) -> bool:
-    """Run trials on one cluster.
+async def _trials(
+    spec: JobSpec, site: Any, parent: Connection, start_s: float, order: Next | None
+) -> bool:
+    """Run trials on one cluster, ``order`` first if it has been given already.
 
     Returns:
         Whether another cluster is wanted.
@@ -164,20 +174,22 @@ async def _trials(spec: JobSpec, site: Any, parent: Connection, start_s: float) 
         for _ in range(LIFE_TRIALS):
             if wrong or (spec.target == "node" and len(site.workers) < 2):
                 break
-            parent.send(Ready(start_s))
-            start_s = 0.0
-            order = await asyncio.to_thread(parent.recv)
+            if order is None:
+                parent.send(Ready(start_s))
+                order = await asyncio.to_thread(parent.recv)
             if order is None:
                 await trials.finish()
                 if wrong:
                     _keep_logs(site, spec)
                 return False
-            number = order.number
+            start_s = 0.0
+            number, point = order.number, order.point
+            order = None
             try:
-                if await trials.run(number, order.point, client) is None:
+                if await trials.run(number, point, client) is None:
                     parent.send(Missed(number))
             except AssertionError as error:
-                parent.send(Broken(number, f"trial {number} at {order.point}: {error}"))
+                parent.send(Broken(number, f"trial {number} at {point}: {error}"))
                 _keep_logs(site, spec)
                 return True
         await trials.finish()
