@@ -57,6 +57,8 @@ SEQUENCES_AT_ONCE: Final = 12
 """For each worker."""
 ORDINARY_SHARE: Final = 8
 """A stream without the mode for so many with it."""
+BUDGET_SHARE: Final = 0.8
+"""Of the budget, until the last stream with the mode has begun."""
 WRITE_EVERY: Final = 50
 """Streams between two writes of the result."""
 RESTART_POLL_S: Final = 0.5
@@ -130,6 +132,8 @@ class Stream:
     moves: int = 0
     """It went on with another worker than it was swapped out of."""
     recomputes: int = 0
+    placed_again: int = 0
+    """It was given to another worker without its KV: the one it had was killed."""
     tokens: int = 0
     cached_tokens: int = 0
     wrong: str = ""
@@ -172,7 +176,7 @@ def run_deterministic(
     file = output / f"{host.stem('deterministic')}.json"
     subject = {"model": path.name, "kv_cache_dtype": kv_cache_dtype} | host.facts()
     before = report.others(file, subject, plan.seed)
-    deadline = None if plan.budget_s is None else time.monotonic() + plan.budget_s
+    began = time.monotonic()
     modes = [Mode(True), Mode(False)]
     speeds: list[dict[str, float]] = []
 
@@ -202,6 +206,8 @@ def run_deterministic(
             steps.tell(f"{count} requests alone, {report.name_of(mode)}")
             right = answer_alone(machine(mode.deterministic), asked[:count], plan.processes)
             rounds = plan.rounds if mode.deterministic else 1
+            share = BUDGET_SHARE if mode.deterministic else 1.0
+            deadline = None if plan.budget_s is None else began + share * plan.budget_s
             for turn in range(rounds):
                 numbers = [i % count for i in range(turn, wanted, rounds)]
                 Random(plan.seed * 1000 + turn).shuffle(numbers)
@@ -353,6 +359,7 @@ class _Round:
             resumes=choice.swaps.resumes,
             moves=moves(seen),
             recomputes=choice.swaps.recomputes,
+            placed_again=max(0, sum(each.kind == "placed" for each in seen.notices) - 1),
             tokens=len(choice.token_ids),
             cached_tokens=choice.usage.cached_tokens,
             wrong=wrong,

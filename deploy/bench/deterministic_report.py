@@ -34,6 +34,7 @@ COUNTS: Final = (
     "resumes",
     "resumes_on_another_worker",
     "recomputes",
+    "placed_again",
     "streams_swapped",
     "streams_recomputed",
     "streams_with_cached_prefix",
@@ -63,6 +64,7 @@ def portion(
             "resumes": sum(each.resumes for each in streams),
             "resumes_on_another_worker": sum(each.moves for each in streams),
             "recomputes": sum(each.recomputes for each in streams),
+            "placed_again": sum(each.placed_again for each in streams),
             "streams_swapped": sum(each.swaps > 0 for each in streams),
             "streams_recomputed": sum(each.recomputes > 0 for each in streams),
             "streams_with_cached_prefix": sum(each.cached_tokens > 0 for each in streams),
@@ -136,7 +138,8 @@ def table(found: dict[str, Any]) -> Table:
         ("worker_kills", "workers killed"),
         ("swaps", "swaps"),
         ("resumes_on_another_worker", "resumed on another worker"),
-        ("recomputes", "recomputed"),
+        ("recomputes", "computed again for a payload"),
+        ("placed_again", "computed again for a worker"),
         ("streams_with_cached_prefix", "with a cached prefix"),
     ):
         shown.add_row(words, *(f"{found[mode][key]:,}" for mode in MODES))
