@@ -17,7 +17,7 @@ from deepinfer.kvstore.core.precision import (
 )
 
 SETTINGS = PrecisionSettings(policy=Policy.SLO, ttft_target_ms=700.0, level_max=3)
-LEVEL = PrecisionLevel(1, 2, 0.6, "", 4, (10, 0, 5), (100, 0, 50))
+LEVEL = PrecisionLevel(1, 2, 0.6, "", 4, (10, 0, 5, 0), (100, 0, 50, 0))
 
 
 class Bench:

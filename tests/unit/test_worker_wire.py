@@ -160,7 +160,7 @@ def test_the_controller_reads_a_report_as_it_was() -> None:
         ),
         usage=(Usage(SEQ, 3, 40, 2**40, 4),),
         precision=PrecisionLevel(
-            2, 3, 0.625, "why", 2**40, (2**41, 2**42, 2**43), (2**44, 2**45, 2**46)
+            2, 3, 0.625, "why", 2**40, tuple(2**i for i in range(41, 45)), (7, 2**45, 8, 9)
         ),
         shed=ShedLevel(ShedState.CLOSING, 100, 40, 250),
     )
