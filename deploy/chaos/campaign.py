@@ -28,6 +28,8 @@ STAGGER_S = 1.5
 """Between the starts of clusters: two Rays that start at once may choose the same port."""
 END_PATIENCE_S = 15.0
 """How long jobs may take to stop their clusters, once nothing is wanted of them."""
+COMPUTING = ("ONEDNN_MAX_CPU_ISA",)
+"""What of the environment says how a CPU worker computes."""
 SAVE_S = 10.0
 """At most so often are figures written while trials come in."""
 RETRIES = 3
@@ -116,7 +118,8 @@ class Campaign:
             for name, value in options.items()
             if value != "" and value is not False
         ]
-        return " ".join(["deepinfer chaos", *given])
+        chosen = [f"{name}={os.environ[name]}" for name in COMPUTING if name in os.environ]
+        return " ".join([*chosen, "deepinfer chaos", *given])
 
     def header(self) -> dict[str, Any]:
         """What all trials of one journal have in common."""
