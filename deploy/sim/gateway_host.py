@@ -105,8 +105,8 @@ class GatewayHost(Reporter):
         return [f"{self.name} has {live} live requests"] if live else []
 
     def held(self) -> int:
-        """Clients' streams that are open: what a drain waits for."""
-        return len(self._streams)
+        """Clients' streams that may not come any more: what a drain has waited for."""
+        return 0 if self.core.takes_over else len(self._streams)
 
     # ---- clients ----
 

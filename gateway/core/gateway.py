@@ -367,6 +367,12 @@ class GatewayCore:
         """Whether new requests are refused because this gateway is to be stopped."""
         return self._drain.begun
 
+    @property
+    def takes_over(self) -> bool:
+        """Whether requests that other gateways have accepted may come here: also while it drains,
+        if clients have nowhere else to go."""
+        return self._drain.takes_over()
+
     def bound_reached(self) -> tuple[str, str] | None:
         """The bound that keeps new requests out now, if one does, and a sentence about it."""
         return self._arrivals.bound_reached()
