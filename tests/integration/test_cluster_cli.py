@@ -534,8 +534,8 @@ def test_the_next_start_removes_what_a_killed_one_left(home: Home, config: Path)
 def test_drain_and_restart_by_the_command_line(home: Home, config: Path) -> None:
     """A request goes on through all of it; what cannot end in the grace time is told."""
     with up(home, "--config", str(config), "--gateways", "2") as one:
-        token = (home.folder / "deepinfer" / "token").read_text().strip()
         said = one.wait_for("Ctrl-C stops").partition("serving ")[2].splitlines()[0]
+        token = (home.folder / "deepinfer" / "token").read_text().strip()
         endpoints = re.findall(r"127\.0\.0\.1:\d+", said)
         prompt = list(range(5, 30))
         options: dict[str, Any] = {"max_tokens": 480, "temperature": 0.0, "ignore_eos": True}
