@@ -48,20 +48,43 @@ def test_rows_keep_their_bits_in_any_tile() -> None:
         assert torch.equal(backend.linear(x[:rows], weight), alone[:rows])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_a_cpu_whose_sums_depend_on_the_number_of_rows_serves_with_one_number(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     def by_batch(self: CpuLinear, x: torch.Tensor) -> torch.Tensor:
         return x * (1 + x.shape[0] * 2**-20)
 
     monkeypatch.setattr(CpuLinear, "__call__", by_batch)
-    layout = KvLayout(resolve_kv_dtype("fp16"), 1, 1, 8, 16)
+    backend = CpuBackend(deterministic=deterministic)
+    assert backend.small_tiles == deterministic
     weight: Any = CpuLinear(torch.eye(8), None, packed=False)
-    backend = CpuBackend(deterministic=True)
-    backend.calibrate([weight], layout)
-    assert backend.row_multiple == TILE_ROWS
+    backend.calibrate([weight], KvLayout(resolve_kv_dtype("fp16"), 1, 1, 8, 16))
+    assert (backend.row_multiple, backend.small_tiles) == (TILE_ROWS, True)
     x = torch.randn(200, 8)
     alone = torch.cat([backend.linear(row[None], weight) for row in x])
     assert torch.equal(backend.linear(x, weight), alone)
+
+
+def test_a_cpu_whose_large_products_differ_multiplies_in_small_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_size(self: CpuLinear, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + (x.shape[0] > TILE_ROWS) * 2**-20)
+
+    monkeypatch.setattr(CpuLinear, "__call__", by_size)
+    backend = CpuBackend()
+    weight: Any = CpuLinear(torch.eye(8), None, packed=False)
+    backend.calibrate([weight], KvLayout(resolve_kv_dtype("fp16"), 1, 1, 8, 16))
+    assert backend.small_tiles
+    assert backend.row_multiple < TILE_ROWS
+
+
+def test_a_row_whose_bits_depend_on_its_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_place(self: CpuLinear, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + torch.arange(len(x))[:, None] * 2**-20)
+
+    monkeypatch.setattr(CpuLinear, "__call__", by_place)
+    weight: Any = CpuLinear(torch.eye(8), None, packed=False)
     with pytest.raises(RuntimeError, match="batching would change answers"):
-        CpuBackend().calibrate([weight], layout)
+        CpuBackend().calibrate([weight], KvLayout(resolve_kv_dtype("fp16"), 1, 1, 8, 16))

@@ -44,22 +44,30 @@ from deepinfer.workers.pool import PagedPool
 from deepinfer.workers.sampler import SampleRow
 
 ROW_MULTIPLES: Final = (4, 8, 16, 32, 64)
-"""Row paddings that ``calibrate`` tries, cheapest first. The last is a whole tile of a
-deterministic backend, whose linear layers then see one number of rows only: that works wherever a
-row's place in it does not matter. On a server with Intel's CPUs 16 did not suffice."""
+"""Row paddings that ``calibrate`` tries, cheapest first. The last is a whole small tile: where
+tiles are small, linear layers then see one number of rows only, and that works wherever a row's
+place in it does not matter."""
 
 TILE_ROWS: Final = 64
-"""Most rows that a deterministic backend multiplies at once: with 64 it is as fast as with more."""
+"""Most rows of a small tile: with 64 it is as fast as with more."""
 
 LARGEST_TILE_ROWS: Final = 512
 """Most rows that any backend multiplies at once. Above ``TILE_ROWS`` it multiplies powers of two,
 for oneDNN keeps half a MiB of code for each number of rows that it has met, and for each weight."""
 
+LARGE_TILE_WEIGHTS: Final = 1 << 23
+"""Elements of a weight above which tiles stay small: a start would take long to compare more, and
+such a product gains nothing from it."""
+
+LARGE_TILES: Final = (128, 256, LARGEST_TILE_ROWS)
+"""The numbers of rows that are multiplied at once above ``TILE_ROWS``."""
+
 QUERY_ROWS: Final = 512
 """Most rows (query tokens times the heads of a group) of a deterministic attention product."""
 
 SAMPLE_FACTORS: Final = (2, 3, 5, 8, 16)
-"""Times the padding: numbers of rows that ``calibrate`` compares with the padding itself."""
+"""Times the padding: numbers of rows that ``calibrate`` compares with the padding itself, beside
+``LARGE_TILES``."""
 
 INT8_SCALE_MIN: Final = 2.0**-14
 """The smallest normal float16: a subnormal scale would lose its precision."""
@@ -81,6 +89,11 @@ class CpuLinear:
         self._weight: Tensor = (
             torch.ops.mkldnn._reorder_linear_weight(weight, ROW_MULTIPLES[0]) if packed else weight
         )
+
+    @property
+    def elements(self) -> int:
+        """Of the weight."""
+        return self.in_features * self.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in_features]`` to ``[rows, out_features]``, rows as given."""
@@ -116,7 +129,9 @@ class CpuBackend:
     cores that are not free were seen to run 20 times slower than one. Start a process that wants
     more with ``OMP_WAIT_POLICY=PASSIVE``. Only the engine thread may call a backend.
 
-    ``deterministic`` bounds the shapes that are computed, and makes ``calibrate`` try them all.
+    ``deterministic`` multiplies in small tiles only, and makes ``calibrate`` try every number of
+    rows of them. So does whoever runs on a CPU where larger products have other bits: a server with
+    Intel's was seen where no padding made products of up to ``LARGEST_TILE_ROWS`` rows alike.
 
     Raises ValueError for ``threads`` below 1.
     """
@@ -125,7 +140,8 @@ class CpuBackend:
         if threads < 1:
             raise ValueError(f"CpuBackend.threads must be at least 1, got {threads}")
         torch.set_num_threads(threads)
-        self.deterministic = deterministic
+        self.small_tiles = deterministic
+        """Whether only shapes are computed that ``calibrate`` has compared, every one of them."""
         self.compared = 0
         """Shapes that ``calibrate`` has compared, each bit by bit."""
         self.row_multiple = ROW_MULTIPLES[0]
@@ -158,32 +174,53 @@ class CpuBackend:
         Called again for another model or pool, it never goes below what an earlier one needs.
         """
         shapes: dict[tuple[int, int], CpuLinear] = {}
-        for linear in linears:
+        for linear in sorted(linears, key=_elements):
             assert isinstance(linear, CpuLinear)
             shapes.setdefault((linear.in_features, linear.out_features), linear)
         kernels: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
             (f"linear {width} to {rows}", width, linear) for (width, rows), linear in shapes.items()
         ]
         kernels += attention_kernels(layout)
+        large = sum(linear.elements <= LARGE_TILE_WEIGHTS for linear in shapes.values())
+        failed = self._choose_multiple(kernels, len(shapes), large)
+        if failed and not self.small_tiles:
+            self.small_tiles = True
+            failed = self._choose_multiple(kernels, len(shapes), large)
+        if failed:
+            raise RuntimeError(
+                f"batching would change answers: with {torch.get_num_threads()} threads no padding "
+                f"to {', '.join(map(str, ROW_MULTIPLES))} rows makes the bits of a row its own in "
+                f"{', '.join(failed)}"
+            )
+
+    def _choose_multiple(
+        self,
+        kernels: Sequence[tuple[str, int, Callable[[Tensor], Tensor]]],
+        linears: int,
+        large: int,
+    ) -> list[str]:
+        """Set ``row_multiple``, or say in which kernels no multiple does.
+
+        First of ``kernels`` come the ``linears`` layers, and of these the ``large`` ones that are
+        multiplied in large tiles.
+        """
         failed: list[str] = []
         for multiple in ROW_MULTIPLES[ROW_MULTIPLES.index(self.row_multiple) :]:
             failed = []
             for at, (name, width, kernel) in enumerate(kernels):
                 factors = [f for f in SAMPLE_FACTORS if f * multiple <= LARGEST_TILE_ROWS]
-                if self.deterministic:
-                    most = TILE_ROWS if at < len(shapes) else QUERY_ROWS
+                if at < large:
+                    factors = sorted({*factors, *(rows // multiple for rows in LARGE_TILES)})
+                if self.small_tiles:
+                    most = TILE_ROWS if at < linears else QUERY_ROWS
                     factors = [*range(2, most // multiple + 1)] or [1]
                 self.compared += len(factors)
                 if not rows_are_independent(kernel, width, multiple, factors):
                     failed.append(name)
             if not failed:
                 self.row_multiple = multiple
-                return
-        raise RuntimeError(
-            f"batching would change answers: with {torch.get_num_threads()} threads no padding "
-            f"to {', '.join(map(str, ROW_MULTIPLES))} rows makes the bits of a row its own in "
-            f"{', '.join(failed)}"
-        )
+                break
+        return failed
 
     def plan(self, spans: Sequence[RowSpan], layout: KvLayout, query_heads: int) -> CpuPlan:
         """Lay out a step; see ``Backend.plan``."""
@@ -221,7 +258,7 @@ class CpuBackend:
         assert isinstance(weight, CpuLinear)
         if x.shape[0] <= TILE_ROWS:
             return self._padded(x, weight)
-        parts = torch.split(x, self._tiles(x.shape[0]))
+        parts = torch.split(x, self._tiles(x.shape[0], weight))
         return torch.cat([self._padded(part, weight) for part in parts])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -278,9 +315,10 @@ class CpuBackend:
         """Choose one token a row, by the worker's sampler."""
         return sampler.sample(logits, rows)
 
-    def _tiles(self, rows: int) -> list[int]:
+    def _tiles(self, rows: int, weight: CpuLinear) -> list[int]:
         """What is multiplied at once: few different numbers of rows."""
-        most = TILE_ROWS if self.deterministic else LARGEST_TILE_ROWS
+        large = not self.small_tiles and weight.elements <= LARGE_TILE_WEIGHTS
+        most = LARGEST_TILE_ROWS if large else TILE_ROWS
         tiles = []
         while rows > TILE_ROWS:
             tiles.append(min(most, 1 << (rows.bit_length() - 1)))
@@ -296,7 +334,7 @@ class CpuBackend:
 
     def _chunk_rows(self, group_size: int) -> int:
         """Query tokens of one attention product."""
-        if not self.deterministic:
+        if not self.small_tiles:
             return CHUNK_ROWS
         return min(CHUNK_ROWS, max(1, QUERY_ROWS // group_size))
 
@@ -340,6 +378,11 @@ def rows_are_independent(
             return False
     same = kernel(probe[:1].expand(min(3, max(factors)) * multiple, width).contiguous())
     return torch.equal(same, expected[:1].expand_as(same))
+
+
+def _elements(linear: Linear) -> int:
+    assert isinstance(linear, CpuLinear)
+    return linear.elements
 
 
 def _has_packed_linear() -> bool:
