@@ -31,8 +31,8 @@ class Trend:
     """The median."""
     per_hour: float
     growth: float
-    """The slope times the time that counts; or, if that is more, what the last tenth of that time is
-    above the first: half of a step's pairs have no slope, and so has their median."""
+    """The slope times the time that counts; or, if that is more, by what the last tenth of that
+    time is above the first: half of a step's pairs have no slope, and so has their median."""
     allowed: float
 
     @property

@@ -166,9 +166,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-Event = (
-    Call | AbortPut | EndGet | WriterGone | ReportAnswered | ReportLinkUp | Tick
-)
+Event = Call | AbortPut | EndGet | WriterGone | ReportAnswered | ReportLinkUp | Tick
 
 # ---- effects ----------------------------------------------------------------------------------
 
