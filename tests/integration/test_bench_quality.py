@@ -71,7 +71,7 @@ def test_the_reference_is_transformers_own_loss(found: dict[str, Any], tiny: Pat
     assert found["results"]["fp32"]["perplexity"]["mean"] == pytest.approx(expected, rel=1e-4)
     assert found["text"]["tokens"] == tokens
     assert found["positions"] == 3 * 95
-    assert found["command"].startswith(f"deepinfer bench quality --model {tiny}")
+    assert found["command"].startswith(f"deepinfer bench quality --model {tiny.name} ")
 
 
 def test_every_dtype_is_measured_and_a_coarser_one_is_further_away(found: dict[str, Any]) -> None:
