@@ -462,10 +462,10 @@ def _check_who_may_ask(home: Home, endpoint: str, folder: Path) -> None:
     ("said", "signals"),
     [
         ("opening the model", (signal.SIGINT, signal.SIGINT)),
-        ("starting Ray", (signal.SIGTERM,)),
+        pytest.param("starting Ray", (signal.SIGTERM,), marks=pytest.mark.slow),
         ("starting controller", (signal.SIGINT,)),
         ("waiting for", (signal.SIGINT, signal.SIGTERM)),
-        ("Ctrl-C stops", (signal.SIGINT, signal.SIGINT)),
+        pytest.param("Ctrl-C stops", (signal.SIGINT, signal.SIGINT), marks=pytest.mark.slow),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else str(len(value)),
 )

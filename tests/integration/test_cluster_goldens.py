@@ -34,7 +34,10 @@ async def ask_all(cluster: Cluster, questions: list[Question]) -> list[Completio
         )
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "int8", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8", "fp8_e5m2"))],
+)
 def test_forced_swaps_change_no_id(
     demo_model: Path, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

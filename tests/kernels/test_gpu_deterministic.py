@@ -67,7 +67,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("dtype", "weights", "captured"),
     [
-        ("fp16", "f16", True),
+        pytest.param("fp16", "f16", True, marks=pytest.mark.slow),
         ("fp8", "nested", False),
         pytest.param("int8", "f16", False, marks=pytest.mark.slow),
     ],
