@@ -30,7 +30,7 @@ def _missing() -> str | None:
     for command in ("unshare", "nsenter", "ip"):
         if shutil.which(command) is None:
             return f"there is no {command}"
-    cable = "ip link set lo up && ip link add a type veth peer name b"
+    cable = "ip link set lo up && ip link add here type veth peer name there"
     tried = subprocess.run(
         ["unshare", "--net", "sh", "-c", cable],
         capture_output=True,
