@@ -297,7 +297,7 @@ def _start_ray(log_level: str, cards: int) -> Path | None:
             log_to_driver=log_level == "debug",
             logging_level=logging.WARNING,
         )
-    except (RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # Ray says no more than that where its own processes do not come up
         raise LaunchError(f"Ray does not start: {cause_of(error)}") from error
     folder = context.address_info.get("session_dir")
     return Path(folder) if folder else None

@@ -20,6 +20,8 @@ RAY_FOLDERS = frozenset({"integration", "chaos"})
 # No test talks to the outside: neither Ray's usage report nor a model hub.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests start Ray where clients run; deploy/__init__.py, which says why, is imported too late.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Shared machines make single examples slow at random: no deadline. Failures print the blob that
 # replays them; CI draws the same examples each time.
